@@ -82,6 +82,12 @@ static int64_t num_slots_of(const fsdp_shm *shm, const fsdp_shm_op *op,
   }
 }
 
+/* Whether the call is direct whatever its size. */
+static bool is_always_direct(const fsdp_shm_op *op) {
+  return op->descriptor.kind == FSDP_SHM_OPEN ||
+         op->descriptor.kind == FSDP_SHM_REDUCE_PARTS;
+}
+
 /* ---- Starting --------------------------------------------------------------
  */
 
@@ -116,7 +122,7 @@ fsdp_status fsdp_shm_priv_channel_start(fsdp_shm *shm, fsdp_channel channel,
   *added = *op;
   added->descriptor.sequence = sequence;
   added->is_direct =
-      op->descriptor.kind == FSDP_SHM_OPEN ||
+      is_always_direct(op) ||
       (shm->reads_peers && op->nbytes >= shm->geometry.direct_call_nbytes);
   added->is_split = op->descriptor.kind == FSDP_SHM_ALL_REDUCE &&
                     (added->is_direct || (shm->world_size >= SPLIT_WORLD_SIZE &&
@@ -273,6 +279,7 @@ static fsdp_status meet(fsdp_shm *shm, fsdp_channel channel, int64_t rank,
   if (is_same_call(&op->descriptor, &theirs)) {
     reader->num_slots = num_slots_of(shm, op, rank);
     reader->address = theirs.address;
+    reader->num_parts = theirs.num_parts;
     return FSDP_OK;
   }
   char mine[384];
@@ -414,7 +421,8 @@ static fsdp_status reduce_slot(fsdp_shm *shm, fsdp_channel channel, bool *any,
 
 static bool is_reduction(const fsdp_shm_op *op) {
   return op->descriptor.kind == FSDP_SHM_REDUCE_SCATTER ||
-         op->descriptor.kind == FSDP_SHM_ALL_REDUCE;
+         op->descriptor.kind == FSDP_SHM_ALL_REDUCE ||
+         op->descriptor.kind == FSDP_SHM_REDUCE_PARTS;
 }
 
 /* Reads the slots that have come of the oldest call. any [out] whether there

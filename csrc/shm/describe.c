@@ -22,6 +22,8 @@ const char *fsdp_shm_priv_kind_name(int32_t kind) {
       return "all_reduce";
     case FSDP_SHM_OPEN:
       return "all_gather in place";
+    case FSDP_SHM_REDUCE_PARTS:
+      return "reduce_scatter of parts";
     default:
       return "unknown";
   }

@@ -128,25 +128,42 @@ void fsdp_shm_priv_write_direct(fsdp_shm *shm, fsdp_shm_message *message) {
   }
 }
 
-fsdp_status fsdp_shm_priv_read_peer(fsdp_shm *shm, int64_t peer,
-                                    uint64_t address, void *to, int64_t nbytes,
-                                    bool *read, fsdp_error *error) {
+/* Reads what is left: ranges from `first` on, of which `done` bytes are there.
+ * Bytes that were read; below 1 when the kernel refuses. */
+static ssize_t read_some(int64_t pid, const fsdp_shm_range *ranges,
+                         int64_t num_ranges, int64_t first, int64_t done) {
+  struct iovec into[FSDP_SHM_MAX_RANGES];
+  struct iovec from[FSDP_SHM_MAX_RANGES];
+  unsigned long num = 0;
+  for (int64_t i = first; i < num_ranges; i++) {
+    const int64_t skipped = i == first ? done : 0;
+    const size_t left = (size_t)(ranges[i].nbytes - skipped);
+    into[num] =
+        (struct iovec){.iov_base = ranges[i].to + skipped, .iov_len = left};
+    from[num++] = range_there(ranges[i].address + (uint64_t)skipped, left);
+  }
+  return process_vm_readv((pid_t)pid, into, num, from, num, 0);
+}
+
+fsdp_status fsdp_shm_priv_read_ranges(fsdp_shm *shm, int64_t peer,
+                                      const fsdp_shm_range *ranges,
+                                      int64_t num_ranges, bool *read,
+                                      fsdp_error *error) {
   fsdp_shm_peer *other = &shm->peers[peer];
-  int64_t num_read = 0;
+  int64_t first = 0; /* range that is not all read */
+  int64_t done = 0;  /* bytes of it */
   int code = 0;
   *read = false;
   if (!is_there(other, READ_SEEN_MS)) return FSDP_OK;
-  while (num_read < nbytes && code == 0) {
-    const size_t left = (size_t)(nbytes - num_read);
-    const struct iovec into = {.iov_base = (char *)to + num_read,
-                               .iov_len = left};
-    const struct iovec from = range_there(address + (uint64_t)num_read, left);
+  while (first < num_ranges && code == 0) {
     const ssize_t part =
-        process_vm_readv((pid_t)other->process.pid, &into, 1, &from, 1, 0);
-    if (part > 0) {
-      num_read += part;
-    } else {
+        read_some(other->process.pid, ranges, num_ranges, first, done);
+    if (part <= 0) {
       code = part < 0 ? errno : EFAULT;
+      continue;
+    }
+    for (done += part; first < num_ranges && done >= ranges[first].nbytes;) {
+      done -= ranges[first++].nbytes;
     }
   }
   /* After the read: a rank says that it fails before it gives memory back. */
@@ -162,6 +179,14 @@ fsdp_status fsdp_shm_priv_read_peer(fsdp_shm *shm, int64_t peer,
   }
   *read = true;
   return FSDP_OK;
+}
+
+fsdp_status fsdp_shm_priv_read_peer(fsdp_shm *shm, int64_t peer,
+                                    uint64_t address, void *to, int64_t nbytes,
+                                    bool *read, fsdp_error *error) {
+  const fsdp_shm_range range = {.address = address, .to = to, .nbytes = nbytes};
+  return fsdp_shm_priv_read_ranges(shm, peer, &range, nbytes > 0 ? 1 : 0, read,
+                                   error);
 }
 
 /* Whether the sender is known to write no more into this message's memory. */

@@ -16,6 +16,9 @@ uint64_t fsdp_shm_priv_direct_address(const fsdp_shm *shm,
                                       const fsdp_shm_op *op) {
   const bool is_gather = op->descriptor.kind == FSDP_SHM_ALL_GATHER;
   if (op->descriptor.kind == FSDP_SHM_OPEN) return 0;
+  if (op->descriptor.kind == FSDP_SHM_REDUCE_PARTS) {
+    return address_of(op->parts.parts);
+  }
   return address_of(op->output + (is_gather ? shm->rank * op->nbytes : 0));
 }
 
@@ -48,8 +51,7 @@ static fsdp_status sum_direct(fsdp_shm *shm, const fsdp_shm_op *op,
                               const fsdp_shm_reader *readers, int64_t begin,
                               int64_t end, bool *read, fsdp_error *error) {
   const int64_t line = FSDP_SHM_LINE_NBYTES;
-  const int64_t room =
-      shm->scratch_nbytes / (shm->world_size - 1) / line * line;
+  const int64_t room = shm->scratch_nbytes / shm->world_size / line * line;
   for (int64_t at = begin; at < end; at += room) {
     const int64_t nbytes = min_i64(room, end - at);
     char *scratch = shm->scratch;
@@ -74,6 +76,9 @@ fsdp_status fsdp_shm_priv_reduce_direct(fsdp_shm *shm, const fsdp_shm_op *op,
                                         bool is_sum, bool *read,
                                         fsdp_error *error) {
   *read = true;
+  if (op->descriptor.kind == FSDP_SHM_REDUCE_PARTS) {
+    return fsdp_shm_priv_reduce_parts(shm, op, readers, read, error);
+  }
   if (!is_sum) {
     return sum_direct(shm, op, readers, part_begin(shm, op, shm->rank),
                       part_begin(shm, op, shm->rank + 1), read, error);

@@ -19,7 +19,7 @@ enum {
   FSDP_SHM_LABEL_NBYTES = 128,
   FSDP_SHM_MESSAGE_SLOTS = 2, /* per receiver */
   FSDP_SHM_OFFERS = 16,       /* per sender */
-  FSDP_SHM_VERSION = 5
+  FSDP_SHM_VERSION = 6
 };
 
 typedef enum fsdp_shm_kind {
@@ -27,7 +27,8 @@ typedef enum fsdp_shm_kind {
   FSDP_SHM_BROADCAST,
   FSDP_SHM_REDUCE_SCATTER,
   FSDP_SHM_ALL_REDUCE,
-  FSDP_SHM_OPEN /* an all_gather in place: Note [Shards in place] */
+  FSDP_SHM_OPEN, /* an all_gather in place: Note [Shards in place] */
+  FSDP_SHM_REDUCE_PARTS
 } fsdp_shm_kind;
 
 /* Describes a call, so that ranks can compare their calls. */
@@ -41,6 +42,7 @@ typedef struct fsdp_shm_descriptor {
   uint64_t label_hash; /* 0 without a label */
   uint64_t address;    /* of a direct call: what the others read, in the
                           caller's process */
+  int64_t num_parts;   /* reduce_parts: of the list at that address */
   char label[FSDP_SHM_LABEL_NBYTES];
 } fsdp_shm_descriptor;
 

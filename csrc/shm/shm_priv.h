@@ -35,7 +35,9 @@
  * was read counts only if its owner is still there after the read.
  *
  * `open` (Note [Shards in place] in port/transport.h) is a direct call that
- * reads nothing: it ends when all ranks have met.
+ * reads nothing: it ends when all ranks have met. `reduce_parts` is always
+ * direct: a reader first copies the writer's list of parts, and then what it
+ * needs of them.
  */
 #ifndef FSDP_SHM_PRIV_H
 #define FSDP_SHM_PRIV_H
@@ -52,7 +54,7 @@
 
 enum {
   FSDP_SHM_NS_PER_MS = 1000000,
-  FSDP_SHM_SCRATCH_NBYTES = 64 << 10 /* of direct sums, for each other rank */
+  FSDP_SHM_SCRATCH_NBYTES = 64 << 10 /* of direct sums, for each rank */
 };
 
 /* A call in flight. */
@@ -60,6 +62,7 @@ typedef struct fsdp_shm_op {
   fsdp_shm_descriptor descriptor;
   char *output;      /* or the buffer of the calls in place */
   const char *input; /* all_gather: NULL if it is in its place already */
+  fsdp_parts parts;  /* reduce_parts */
   fsdp_dtype dtype;
   int64_t nbytes;      /* of the shard, or of the buffer */
   bool is_split;       /* all_reduce: as a reduce_scatter, then an all_gather */
@@ -75,8 +78,16 @@ typedef struct fsdp_shm_reader {
   int64_t begin;     /* the first slot of the oldest call */
   int64_t num_slots; /* of that call; 0: its first slot was not seen yet */
   int64_t num_read;
-  uint64_t address; /* of that call's descriptor */
+  uint64_t address;  /* of that call's descriptor */
+  int64_t num_parts; /* likewise */
 } fsdp_shm_reader;
+
+/* A list of parts of another rank, read from its memory. */
+typedef struct fsdp_shm_part_list {
+  fsdp_part *parts;
+  size_t capacity;
+  int64_t num_parts;
+} fsdp_shm_part_list;
 
 typedef struct fsdp_shm_channel {
   fsdp_shm_op *ops; /* [first, end) are in flight, oldest first */
@@ -144,7 +155,8 @@ typedef struct fsdp_shm {
   bool reads_peers;    /* all ranks can read each other's memory */
   char *scratch;       /* pieces of direct sums; NULL: none */
   int64_t scratch_nbytes;
-  fsdp_error failure; /* status FSDP_OK: none yet */
+  fsdp_shm_part_list *part_lists; /* of each rank */
+  fsdp_error failure;             /* status FSDP_OK: none yet */
 } fsdp_shm;
 
 /* ---- Where things lie ---- */
@@ -236,9 +248,22 @@ void fsdp_shm_priv_describe_peer(const fsdp_shm *shm, int64_t peer,
 
 /* ---- direct.c: messages without staging, and reads of peers' memory ---- */
 
-/* Copies from the memory of rank `peer`. read [out] false when the peer has
- * failed, left or ended, which the wait reports. FSDP_BACKEND when the system
- * refuses. */
+typedef struct fsdp_shm_range {
+  uint64_t address; /* in the peer's process */
+  char *to;
+  int64_t nbytes; /* >= 1 */
+} fsdp_shm_range;
+
+enum { FSDP_SHM_MAX_RANGES = 64 };
+
+/* Copies up to FSDP_SHM_MAX_RANGES ranges of rank `peer`'s memory. read [out]
+ * false when the peer has failed, left or ended, which the wait reports.
+ * FSDP_BACKEND when the system refuses. */
+FSDP_NODISCARD fsdp_status fsdp_shm_priv_read_ranges(
+    fsdp_shm *shm, int64_t peer, const fsdp_shm_range *ranges,
+    int64_t num_ranges, bool *read, fsdp_error *error);
+
+/* Copies one range, of any size. */
 FSDP_NODISCARD fsdp_status fsdp_shm_priv_read_peer(fsdp_shm *shm, int64_t peer,
                                                    uint64_t address, void *to,
                                                    int64_t nbytes, bool *read,
@@ -260,6 +285,14 @@ void fsdp_shm_priv_write_direct(fsdp_shm *shm, fsdp_shm_message *message);
 
 /* Ends all writing into memory that this rank offered, or sets has_writers. */
 void fsdp_shm_priv_withdraw_offers(fsdp_shm *shm);
+
+/* ---- parts.c: Note [Parts] in port/transport.h ---- */
+
+/* Sums this rank's places from the parts of all ranks (`readers` has the
+ * addresses of their lists). */
+FSDP_NODISCARD fsdp_status fsdp_shm_priv_reduce_parts(
+    fsdp_shm *shm, const fsdp_shm_op *op, const fsdp_shm_reader *readers,
+    bool *read, fsdp_error *error);
 
 /* ---- direct_calls.c: Note [Direct calls] ---- */
 

@@ -56,6 +56,10 @@ static void destroy_memory(fsdp_shm *shm) {
   fsdp_free(shm->messages);
   fsdp_free(shm->pieces);
   fsdp_free(shm->scratch);
+  for (int64_t i = 0; shm->part_lists != NULL && i < shm->world_size; i++) {
+    fsdp_free(shm->part_lists[i].parts);
+  }
+  fsdp_free(shm->part_lists);
   fsdp_free(shm->peers);
   fsdp_free(shm);
 }
@@ -100,9 +104,10 @@ static fsdp_shm *create_memory(int64_t rank, int64_t world_size,
   bool is_whole = shm->peers != NULL && shm->pieces != NULL;
   if (is_direct) {
     shm->scratch_nbytes =
-        min_i64((world_size - 1) * FSDP_SHM_SCRATCH_NBYTES, MAX_SCRATCH_NBYTES);
+        min_i64(world_size * FSDP_SHM_SCRATCH_NBYTES, MAX_SCRATCH_NBYTES);
     shm->scratch = fsdp_calloc(1, (size_t)shm->scratch_nbytes);
-    is_whole = is_whole && shm->scratch != NULL;
+    shm->part_lists = fsdp_calloc(num, sizeof *shm->part_lists);
+    is_whole = is_whole && shm->scratch != NULL && shm->part_lists != NULL;
   }
   for (int i = 0; i < FSDP_NUM_CHANNELS; i++) {
     fsdp_shm_channel *channel = &shm->channels[i];
@@ -449,6 +454,34 @@ static fsdp_status all_reduce(fsdp_transport *transport, const fsdp_call *call,
                 dtype, ticket, error);
 }
 
+static bool can_reduce_parts(fsdp_transport *transport) {
+  return shm_of(transport)->reads_peers;
+}
+
+static fsdp_status reduce_parts(fsdp_transport *transport,
+                                const fsdp_call *call, const fsdp_parts *parts,
+                                uint64_t *ticket, fsdp_error *error) {
+  static const fsdp_dtype bytes = {.code = FSDP_DTYPE_UINT8, .itemsize = 1};
+  fsdp_shm *shm = shm_of(transport);
+  fsdp_shm_op op;
+  fsdp_status status = FSDP_OK;
+  if (!shm->reads_peers) {
+    return FSDP_FAIL(error, FSDP_INVALID_STATE,
+                     "ranks that cannot read each other's memory cannot reduce "
+                     "parts of it");
+  }
+  for (int64_t i = 0; i < parts->num_places; i++) {
+    FSDP_TRY(fsdp_shm_priv_check_sum(parts->places[i].sum_dtype, error));
+  }
+  FSDP_TRY(make_op(shm, FSDP_SHM_REDUCE_PARTS, call->label, parts->nbytes,
+                   bytes, &op, error));
+  op.parts = *parts;
+  op.descriptor.num_parts = parts->num_parts;
+  FSDP_TRY(start(shm, call->channel, &op, ticket, error));
+done:
+  return status;
+}
+
 static fsdp_transport *sharer(fsdp_transport *transport) {
   return shm_of(transport)->world_size > 1 ? transport : NULL;
 }
@@ -547,6 +580,8 @@ static const fsdp_transport_ops g_ops = {
     .broadcast = broadcast,
     .reduce_scatter = reduce_scatter,
     .all_reduce = all_reduce,
+    .can_reduce_parts = can_reduce_parts,
+    .reduce_parts = reduce_parts,
     .wait = wait_for,
     .check = check,
     .reserved_nbytes = reserved_nbytes,

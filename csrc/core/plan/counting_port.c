@@ -340,7 +340,7 @@ static fsdp_status all_gather(fsdp_transport *transport, const fsdp_call *call,
 /* Shards in place: nothing goes over the link, and no memory is taken. */
 
 static fsdp_transport *sharer(fsdp_transport *transport) {
-  return device_of(transport)->reads_in_place ? transport : NULL;
+  return device_of(transport)->shares_memory ? transport : NULL;
 }
 
 static fsdp_status share(fsdp_transport *transport, const char *label,
@@ -395,6 +395,19 @@ static fsdp_status reduce_scatter(fsdp_transport *transport,
   (void)call, (void)buffer, (void)ticket;
   return count_shards(transport, FSDP_COLLECTIVE_REDUCE_SCATTER, shard_numel,
                       dtype, error);
+}
+
+static bool can_reduce_parts(fsdp_transport *transport) {
+  return device_of(transport)->shares_memory;
+}
+
+static fsdp_status reduce_parts(fsdp_transport *transport,
+                                const fsdp_call *call, const fsdp_parts *parts,
+                                uint64_t *ticket, fsdp_error *error) {
+  const int64_t shard_nbytes = parts->nbytes / world_size_of(transport);
+  (void)call, (void)ticket;
+  return count_call(device_of(transport), FSDP_COLLECTIVE_REDUCE_SCATTER,
+                    parts->nbytes, parts->nbytes - shard_nbytes, error);
 }
 
 static fsdp_status all_reduce(fsdp_transport *transport, const fsdp_call *call,
@@ -528,24 +541,26 @@ static fsdp_status reduce_hook(void *context, void *owner, fsdp_lane lane,
 
 void fsdp_counting_device_init(fsdp_counting_device *device, fsdp_link shard,
                                fsdp_link replica, bool wants_scratch) {
-  *device =
-      (fsdp_counting_device){.shard_link = shard,
-                             .replica_link = replica,
-                             .next_address = FIRST_ADDRESS,
-                             .transport_ops = {.name = "counting",
-                                               .wants_scratch = wants_scratch,
-                                               .group_begin = group_begin,
-                                               .group_end = group_end,
-                                               .all_gather = all_gather,
-                                               .sharer = sharer,
-                                               .share = share,
-                                               .unshare = unshare,
-                                               .open = open_shared,
-                                               .close = close_shared,
-                                               .await_closed = await_closed,
-                                               .broadcast = broadcast,
-                                               .reduce_scatter = reduce_scatter,
-                                               .all_reduce = all_reduce}};
+  *device = (fsdp_counting_device){
+      .shard_link = shard,
+      .replica_link = replica,
+      .next_address = FIRST_ADDRESS,
+      .transport_ops = {.name = "counting",
+                        .wants_scratch = wants_scratch,
+                        .group_begin = group_begin,
+                        .group_end = group_end,
+                        .all_gather = all_gather,
+                        .can_reduce_parts = can_reduce_parts,
+                        .reduce_parts = reduce_parts,
+                        .sharer = sharer,
+                        .share = share,
+                        .unshare = unshare,
+                        .open = open_shared,
+                        .close = close_shared,
+                        .await_closed = await_closed,
+                        .broadcast = broadcast,
+                        .reduce_scatter = reduce_scatter,
+                        .all_reduce = all_reduce}};
 }
 
 fsdp_device_ops fsdp_counting_device_ops(fsdp_counting_device *device) {

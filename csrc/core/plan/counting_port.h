@@ -76,8 +76,8 @@ typedef struct fsdp_counted_unit {
 
 typedef struct fsdp_counting_device {
   /* Settings. */
-  bool is_host;        /* blocks come and go; set it before `ops` */
-  bool reads_in_place; /* its ranks do: Note [Shards in place] */
+  bool is_host;       /* blocks come and go; set it before `ops` */
+  bool shares_memory; /* its ranks do: Notes [Shards in place] and [Parts] */
   fsdp_link shard_link;
   fsdp_link replica_link;
   int64_t num_local;   /* ranks of the shard group on a host; 0: one host */

@@ -262,8 +262,8 @@ static fsdp_status run_init(plan_run *run,
   run->device.num_local = options->num_local;
   run->device.host_link = options->host_link;
   run->device.is_host = options->is_host;
-  run->device.reads_in_place = options->is_host && options->num_local == 0 &&
-                               !options->wants_scratch; /* shared memory */
+  run->device.shares_memory = options->is_host && options->num_local == 0 &&
+                              !options->wants_scratch; /* shared memory */
   run->device.copy_bytes_per_second = options->copy_bytes_per_second;
   run->units = fsdp_calloc((size_t)options->num_units, sizeof *run->units);
   run->has_grad = fsdp_calloc((size_t)options->num_events, sizeof(bool));

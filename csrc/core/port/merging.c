@@ -304,6 +304,19 @@ static fsdp_status all_reduce(fsdp_transport *transport, const fsdp_call *call,
   return take_call(transport, ALL_REDUCE, dtype, call, &what, error);
 }
 
+/* A call for many places at once needs no merging. */
+static bool can_reduce_parts(fsdp_transport *transport) {
+  fsdp_transport *inner = merging_of(transport)->inner;
+  return inner->ops->can_reduce_parts(inner);
+}
+
+static fsdp_status reduce_parts(fsdp_transport *transport,
+                                const fsdp_call *call, const fsdp_parts *parts,
+                                uint64_t *ticket, fsdp_error *error) {
+  fsdp_transport *inner = merging_of(transport)->inner;
+  return inner->ops->reduce_parts(inner, call, parts, ticket, error);
+}
+
 static fsdp_status wait_for(fsdp_transport *transport, fsdp_channel index,
                             uint64_t ticket, fsdp_error *error) {
   merging *self = merging_of(transport);
@@ -369,6 +382,10 @@ fsdp_status fsdp_merging_create(fsdp_transport *inner, int64_t rank,
   self->ops.broadcast = broadcast;
   self->ops.reduce_scatter = reduce_scatter;
   self->ops.all_reduce = all_reduce;
+  if (inner->ops->can_reduce_parts != NULL) {
+    self->ops.can_reduce_parts = can_reduce_parts;
+    self->ops.reduce_parts = reduce_parts;
+  }
   self->ops.wait = wait_for;
   self->ops.is_done = inner->ops->is_done == NULL ? NULL : is_done;
   self->ops.check = check;

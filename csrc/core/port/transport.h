@@ -91,6 +91,41 @@ typedef struct fsdp_region_range {
   int64_t nbytes;
 } fsdp_region_range;
 
+/*
+ * Note [Parts]
+ * Ranks that read each other's memory can sum what lies in many places. Each
+ * rank gives a sparse array: parts, with zeros between them. All arrays are of
+ * one length, and elements at one offset are added. Each rank takes from the
+ * sum what its places name. So nobody packs a contribution into one buffer, and
+ * the sum goes where it is used, scaled. The lists, the parts' memory and the
+ * places' belong to the call until it ends.
+ */
+typedef struct fsdp_part {
+  const void *data; /* NULL: ones, of the places' dtype */
+  int64_t offset;   /* bytes from the start of the array; ascending */
+  int64_t nbytes;   /* >= 1; parts do not overlap */
+} fsdp_part;
+
+/* data = scale * sum (+ data with `adds`). Each place has one dtype on all
+ * ranks, and so do the parts under it. */
+typedef struct fsdp_place {
+  int64_t offset; /* bytes from the start of the array */
+  int64_t numel;
+  fsdp_dtype sum_dtype; /* of the array here; floating */
+  void *data;
+  fsdp_dtype dtype; /* of `data`; floating */
+  double scale;
+  bool adds;
+} fsdp_place;
+
+typedef struct fsdp_parts {
+  int64_t nbytes; /* of the array; the same on all ranks */
+  const fsdp_part *parts;
+  int64_t num_parts;
+  const fsdp_place *places;
+  int64_t num_places;
+} fsdp_parts;
+
 typedef struct fsdp_transport_ops {
   const char *name; /* "shm", "nccl", "c10d"; static */
   /* Whether buffers are host memory. Then a collective only starts, and `wait`
@@ -137,6 +172,13 @@ typedef struct fsdp_transport_ops {
   fsdp_status (*all_reduce)(fsdp_transport *transport, const fsdp_call *call,
                             void *buffer, int64_t numel, fsdp_dtype dtype,
                             uint64_t *ticket, fsdp_error *error);
+  /* Whether reduce_parts works; the same on all ranks. NULL: it does not, and
+   * reduce_parts is NULL. */
+  bool (*can_reduce_parts)(fsdp_transport *transport);
+  /* Note [Parts]. Host only. */
+  fsdp_status (*reduce_parts)(fsdp_transport *transport, const fsdp_call *call,
+                              const fsdp_parts *parts, uint64_t *ticket,
+                              fsdp_error *error);
 
   /* Host only: ends the call `ticket` of the channel and all before it. */
   fsdp_status (*wait)(fsdp_transport *transport, fsdp_channel channel,

@@ -18,6 +18,7 @@ static fsdp_status enter_backward(fsdp_unit *unit, fsdp_error *error) {
   FSDP_TRY(fsdp_unit_priv_take_writes(unit, true, error));
   FSDP_TRY(fsdp_unit_priv_take_user_grads(unit, error));
   unit->step.entered_backward = true;
+  unit->step.reduces_parts = fsdp_unit_priv_can_reduce_parts(unit);
 done:
   return status;
 }
@@ -56,8 +57,9 @@ static fsdp_status prefetch_backward(fsdp_engine *engine, fsdp_error *error) {
  * and their block. The root, where it comes first, prefetches as ever: the unit
  * that runs next.
  * A unit that is read in place has no block that its gradients could follow
- * into. They go into theirs one by one, instead of waiting beside it, but in
- * the first unit, where activations are largest. */
+ * into. If its reductions need one (Note [Gradients in parts]), they go into it
+ * one by one, instead of waiting beside it, but in the first unit, where
+ * activations are largest. */
 static bool prefetches_late(const fsdp_unit *unit) {
   const fsdp_engine *engine = unit->engine;
   const bool is_ahead = unit == engine->root && !engine->has_entered;
@@ -66,7 +68,8 @@ static bool prefetches_late(const fsdp_unit *unit) {
 
 static bool packs_early(const fsdp_unit *unit) {
   return unit->is_in_place && fsdp_engine_priv_is_host(unit->engine) &&
-         unit->engine->num_issued_reduces > 0;
+         unit->engine->num_issued_reduces > 0 &&
+         !fsdp_unit_priv_leaves_grads(unit);
 }
 
 /* What the unit holds is of use in any case. */
@@ -139,15 +142,19 @@ static bool is_to_reduce(const fsdp_unit *unit) {
          fsdp_unit_priv_has_unreduced(unit);
 }
 
-/* All gradients of the unit have come, or no more will: packs and reshards. */
+/* All gradients of the unit have come, or no more will: packs, where they must
+ * be, and reshards. */
 static fsdp_status settle_grads(fsdp_unit *unit, fsdp_error *error) {
   fsdp_status status = FSDP_OK;
 
   if (fsdp_engine_priv_is_host(unit->engine)) { /* first the free memory */
     FSDP_TRY(reshard_after_backward(unit, error));
   }
-  FSDP_TRY(is_to_reduce(unit) ? fsdp_unit_priv_fill_grads(unit, error)
-                              : fsdp_unit_priv_pack_grads(unit, error));
+  if (!is_to_reduce(unit)) {
+    FSDP_TRY(fsdp_unit_priv_pack_grads(unit, error));
+  } else if (!fsdp_unit_priv_leaves_grads(unit)) {
+    FSDP_TRY(fsdp_unit_priv_fill_grads(unit, error));
+  }
   FSDP_TRY(reshard_after_backward(unit, error));
 done:
   return status;

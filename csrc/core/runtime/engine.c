@@ -93,6 +93,7 @@ void fsdp_engine_destroy(fsdp_engine *engine) {
     detach_unit(engine->units[engine->num_units - 1]);
   }
   fsdp_engine_priv_free_scratch(engine);
+  fsdp_engine_priv_free_part_lists(engine);
   destroy_event(engine, engine->compute_done);
   destroy_event(engine, engine->reduce_done);
   destroy_event(engine, engine->replicate_done);

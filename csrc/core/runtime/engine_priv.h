@@ -8,10 +8,11 @@
  *   end_phase.c
  *   reduce.c  summoned.c  place.c  on_demand.c  prefetch.c
  *   reduce_unit.c
+ *   reduce_parts.c
  *   unshard.c  pack.c  scratch.c
- *   in_place.c
  *   unused.c
  *   gradients.c  check_order.c  launch.c
+ *   in_place.c
  *   memory.c  failure.c  note.c
  */
 #ifndef FSDP_RUNTIME_ENGINE_PRIV_H
@@ -84,11 +85,21 @@ fsdp_unit_segment *fsdp_unit_priv_add_marks(fsdp_unit *unit, fsdp_dtype dtype);
 /* Writes this rank's marks into the gradient block. */
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_pack_marks(fsdp_unit *unit,
                                                      fsdp_error *error);
-/* Copies the sums to the host if this rank needs them; on `lane`, where they
- * are complete. */
+/* Copies `sums` of this rank's slot to the host if it needs them; on `lane`,
+ * where they are complete. */
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_read_marks(fsdp_unit *unit,
                                                      fsdp_lane lane,
+                                                     const void *sums,
                                                      fsdp_error *error);
+/* Lists this rank's marks as parts, `offset` bytes from the start of the array;
+ * at most one for each second element. Returns how many. */
+int64_t fsdp_unit_priv_list_marks(fsdp_unit *unit, int64_t offset,
+                                  fsdp_part *parts);
+/* After list_marks: sums [out] memory for the sums of this rank's slot; NULL:
+ * it does not need them. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_expect_marks(fsdp_unit *unit,
+                                                       void **sums,
+                                                       fsdp_error *error);
 void fsdp_unit_priv_free_marks(fsdp_unit *unit);
 
 /* note.c: spans of the timeline. Nothing happens while none is recorded. */
@@ -343,6 +354,19 @@ FSDP_NODISCARD fsdp_status fsdp_unit_priv_take_user_grads(fsdp_unit *unit,
 /* Lets the user see the gradients. */
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_show_grads(fsdp_unit *unit,
                                                      fsdp_error *error);
+/* Around a reduction: */
+/* Whether it adds to the sharded gradient. Of a followed unit the port adds,
+ * after the reduction: followers see this backward's part alone. */
+bool fsdp_unit_priv_adds_to_grads(const fsdp_unit *unit);
+/* From the sum over all ranks to the mean. */
+double fsdp_unit_priv_mean_scale(const fsdp_unit *unit);
+/* Gives the sharded gradient memory. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_make_grad_shards(fsdp_unit *unit,
+                                                           fsdp_error *error);
+/* Tells followers that it has ended; the result is ready after `lane`. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_tell_followers(fsdp_unit *unit,
+                                                         fsdp_lane lane,
+                                                         fsdp_error *error);
 /* Whether it holds unsharded gradients, packed or not. */
 static inline bool fsdp_unit_priv_has_unreduced(const fsdp_unit *unit) {
   return fsdp_unit_priv_has_grads(unit, FSDP_GRADS_UNSHARDED) ||
@@ -381,6 +405,20 @@ void fsdp_engine_priv_end_scratch(fsdp_engine *engine);
 /* On a host: the most that was held at once. */
 int64_t fsdp_engine_priv_scratch_nbytes(const fsdp_engine *engine);
 void fsdp_engine_priv_free_scratch(fsdp_engine *engine);
+
+/* reduce_parts.c: Note [Gradients in parts] */
+/* Whether the unit's reductions read gradients where they are; the same on all
+ * ranks. */
+bool fsdp_unit_priv_can_reduce_parts(const fsdp_unit *unit);
+/* Whether the gradients that have come can stay where they are until then. */
+bool fsdp_unit_priv_leaves_grads(const fsdp_unit *unit);
+/* Starts the reduction, of step.reduces_parts. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_start_parts(fsdp_unit *unit,
+                                                      fsdp_error *error);
+/* When it has ended. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_end_parts(fsdp_unit *unit,
+                                                    fsdp_error *error);
+void fsdp_engine_priv_free_part_lists(fsdp_engine *engine);
 
 /* reduce_unit.c */
 /* Enqueues the unit's reduction: from the complete gradient block to the

@@ -142,6 +142,50 @@ fsdp_status fsdp_unit_priv_make_grad_shard(fsdp_unit *unit, int64_t segment,
                            error);
 }
 
+bool fsdp_unit_priv_adds_to_grads(const fsdp_unit *unit) {
+  return fsdp_unit_priv_has_grads(unit, FSDP_GRADS_SHARDED) &&
+         !unit->settings.is_followed;
+}
+
+fsdp_status fsdp_unit_priv_make_grad_shards(fsdp_unit *unit,
+                                            fsdp_error *error) {
+  const fsdp_view_ops *views = &unit->engine->views;
+  fsdp_status status = FSDP_OK;
+
+  if (unit->settings.is_followed &&
+      fsdp_unit_priv_has_grads(unit, FSDP_GRADS_SHARDED)) {
+    views->grads_set_aside(views->context, unit->options.owner);
+  }
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    if (!unit->segments[i].is_trainable) continue;
+    FSDP_TRY(fsdp_unit_priv_make_grad_shard(
+        unit, i, !fsdp_unit_priv_adds_to_grads(unit), error));
+  }
+done:
+  return status;
+}
+
+double fsdp_unit_priv_mean_scale(const fsdp_unit *unit) {
+  const double num_ranks = (double)unit->options.shard_group.world_size *
+                           (double)unit->options.replica_group.world_size;
+  const double divisor =
+      unit->settings.divisor > 0 ? unit->settings.divisor : num_ranks;
+  if (unit->settings.has_reduce_hook) return 1.0;
+  return 1.0 / (unit->options.prescale * divisor);
+}
+
+fsdp_status fsdp_unit_priv_tell_followers(fsdp_unit *unit, fsdp_lane lane,
+                                          fsdp_error *error) {
+  const fsdp_view_ops *views = &unit->engine->views;
+  fsdp_status status = FSDP_OK;
+  if (!unit->settings.is_followed) return FSDP_OK;
+  FSDP_TRY(fsdp_unit_priv_await_readers(unit, error));
+  FSDP_TRY(
+      views->grads_reduced(views->context, unit->options.owner, lane, error));
+done:
+  return status;
+}
+
 void fsdp_unit_drop_sharded_grads(fsdp_unit *unit) {
   const fsdp_view_ops *views = &unit->engine->views;
   (void)!fsdp_engine_join_reduces(unit->engine, NULL); /* best effort */

@@ -80,6 +80,7 @@ typedef struct fsdp_unit_step {
   int64_t expected_grads;  /* until the unit is resharded */
   int64_t expected_inputs; /* and then until it is reduced */
   bool is_reduce_ready; /* reduce.c: gradient complete, reduction not issued */
+  bool reduces_parts;   /* backward.c: Note [Gradients in parts] */
   bool was_marked;      /* unused.c: in this backward, see was_used */
   bool shows_shapes;    /* unshard.c: not unshards_in_backward */
 } fsdp_unit_step;
@@ -185,6 +186,17 @@ typedef struct fsdp_scratch {
 
 enum { FSDP_NUM_SCRATCHES = 2 };
 
+/* Lists of the reduction in parts that is in flight, used again. */
+typedef struct fsdp_part_lists {
+  /* reduce_parts.c */
+  fsdp_part *parts;
+  size_t num_parts;
+  size_t part_capacity;
+  fsdp_place *places;
+  size_t num_places;
+  size_t place_capacity;
+} fsdp_part_lists;
+
 struct fsdp_engine {
   fsdp_device_ops ops;
   fsdp_view_ops views;
@@ -228,6 +240,7 @@ struct fsdp_engine {
   fsdp_scratch scratches[FSDP_NUM_SCRATCHES]; /* scratch.c: they take turns */
   int64_t scratch_turn;                       /* scratch.c */
   int64_t peak_scratch_nbytes;                /* scratch.c */
+  fsdp_part_lists part_lists;
 
   int64_t num_iterations;     /* forward.c */
   int64_t num_all_gathers;    /* unshard.c, summoned.c */

@@ -8,7 +8,8 @@
  *
  * With FSDP_SYNC_SHARD it ends after the first line: the slot is added to the
  * partial gradient, which the next FSDP_SYNC_REDUCE takes in. A communication
- * hook stands for all collectives and the scaling.
+ * hook stands for all collectives and the scaling. Note [Gradients in parts] is
+ * another way.
  */
 #include "base/dtypes.h"
 #include "runtime/engine_priv.h"
@@ -168,34 +169,6 @@ done:
 /* Sharded gradient ----------------------------------------------------------
  */
 
-/* Whether the reduction adds to the sharded gradient. Of a followed unit the
- * port adds, after the reduction: followers see this backward's part alone. */
-static bool adds_to_grads(const fsdp_unit *unit) {
-  return fsdp_unit_priv_has_grads(unit, FSDP_GRADS_SHARDED) &&
-         !unit->settings.is_followed;
-}
-
-static void set_grads_aside(fsdp_unit *unit) {
-  const fsdp_view_ops *views = &unit->engine->views;
-  if (unit->settings.is_followed &&
-      fsdp_unit_priv_has_grads(unit, FSDP_GRADS_SHARDED)) {
-    views->grads_set_aside(views->context, unit->options.owner);
-  }
-}
-
-/* Before the lanes wait for COMPUTE, where new ones are zeroed. */
-static fsdp_status make_grad_shards(fsdp_unit *unit, fsdp_error *error) {
-  fsdp_status status = FSDP_OK;
-
-  for (int64_t i = 0; i < unit->num_segments; i++) {
-    if (unit->grad_data[i] == NULL) continue;
-    FSDP_TRY(
-        fsdp_unit_priv_make_grad_shard(unit, i, !adds_to_grads(unit), error));
-  }
-done:
-  return status;
-}
-
 /* The segment's sharded gradient on the device: itself, or a staging copy. */
 static fsdp_status bring_grad(fsdp_unit *unit, int64_t index, fsdp_lane lane,
                               void **target, fsdp_error *error) {
@@ -207,7 +180,7 @@ static fsdp_status bring_grad(fsdp_unit *unit, int64_t index, fsdp_lane lane,
   *target = segment->grad_shard;
   if (!unit->options.offloads) return FSDP_OK;
   *target = unit->stage_data[index];
-  if (!adds_to_grads(unit)) return FSDP_OK;
+  if (!fsdp_unit_priv_adds_to_grads(unit)) return FSDP_OK;
   FSDP_TRY(ops->copy_to_device(
       ops->context, FSDP_LANE_DOWNLOAD, *target, segment->grad_shard,
       segment->layout->shard_numel * segment->options.grad_dtype.itemsize,
@@ -225,16 +198,6 @@ static fsdp_event *lane_event(const fsdp_engine *engine, fsdp_lane lane) {
                                   : engine->replicate_done;
 }
 
-/* From the sum over all ranks to the mean. */
-static double mean_scale(const fsdp_unit *unit) {
-  const double num_ranks = (double)unit->options.shard_group.world_size *
-                           (double)unit->options.replica_group.world_size;
-  const double divisor =
-      unit->settings.divisor > 0 ? unit->settings.divisor : num_ranks;
-  if (unit->settings.has_reduce_hook) return 1.0;
-  return 1.0 / (unit->options.prescale * divisor);
-}
-
 /* Scales the reduced pieces and shows them to the user. */
 static fsdp_status show_reduced(fsdp_unit *unit, fsdp_lane lane,
                                 fsdp_error *error) {
@@ -245,8 +208,8 @@ static fsdp_status show_reduced(fsdp_unit *unit, fsdp_lane lane,
     if (unit->grad_data[i] == NULL) continue;
     FSDP_TRY(add_custom(unit, i, error));
   }
-  FSDP_TRY(
-      run_custom(unit, lane, FSDP_CUSTOM_REDUCED, mean_scale(unit), error));
+  FSDP_TRY(run_custom(unit, lane, FSDP_CUSTOM_REDUCED,
+                      fsdp_unit_priv_mean_scale(unit), error));
 done:
   return status;
 }
@@ -258,7 +221,7 @@ static fsdp_status accumulate_segments(fsdp_unit *unit, fsdp_lane lane,
   fsdp_engine *engine = unit->engine;
   const fsdp_device_ops *ops = &engine->ops;
   const bool is_scaled = (unit->settings.custom & FSDP_CUSTOM_REDUCED) != 0;
-  const double scale = is_scaled ? 1.0 : mean_scale(unit);
+  const double scale = is_scaled ? 1.0 : fsdp_unit_priv_mean_scale(unit);
   fsdp_status status = FSDP_OK;
 
   if (unit->options.offloads &&
@@ -275,7 +238,8 @@ static fsdp_status accumulate_segments(fsdp_unit *unit, fsdp_lane lane,
     FSDP_TRY(bring_grad(unit, i, lane, &target, error));
     FSDP_TRY(ops->accumulate(ops->context, lane, target, dtype,
                              own_slot(unit, i), segment->options.reduce_dtype,
-                             numel, scale, adds_to_grads(unit), error));
+                             numel, scale, fsdp_unit_priv_adds_to_grads(unit),
+                             error));
     if (!unit->options.offloads) continue;
     FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_DOWNLOAD, lane,
                                         lane_event(engine, lane), error));
@@ -332,21 +296,19 @@ done:
 /* After the collectives, whose result is on `lane`. */
 static fsdp_status end_reduce(fsdp_unit *unit, fsdp_lane lane,
                               fsdp_error *error) {
-  const fsdp_view_ops *views = &unit->engine->views;
   fsdp_lane last_use = lane;
   fsdp_status status = FSDP_OK;
 
   if ((unit->settings.custom & FSDP_CUSTOM_REDUCED) != 0) {
     FSDP_TRY(show_reduced(unit, lane, error));
   }
-  FSDP_TRY(fsdp_unit_priv_read_marks(unit, lane, error));
+  if (unit->options.finds_unused) {
+    FSDP_TRY(fsdp_unit_priv_read_marks(
+        unit, lane, own_slot(unit, unit->num_segments), error));
+  }
   FSDP_TRY(accumulate_segments(unit, lane, &last_use, error));
   FSDP_TRY(fsdp_unit_priv_drop_grads(unit, last_use, error));
-  if (unit->settings.is_followed) {
-    FSDP_TRY(fsdp_unit_priv_await_readers(unit, error));
-    FSDP_TRY(views->grads_reduced(views->context, unit->options.owner, last_use,
-                                  error));
-  }
+  FSDP_TRY(fsdp_unit_priv_tell_followers(unit, last_use, error));
 done:
   return status;
 }
@@ -354,6 +316,7 @@ done:
 fsdp_status fsdp_unit_priv_end_reduce(fsdp_unit *unit, fsdp_error *error) {
   fsdp_status status = FSDP_OK;
 
+  if (unit->step.reduces_parts) return fsdp_unit_priv_end_parts(unit, error);
   fsdp_engine_priv_end_scratch(unit->engine);
   if (!fsdp_unit_priv_has_grads(unit, FSDP_GRADS_UNSHARDED)) return FSDP_OK;
   if (unit->settings.sync == FSDP_SYNC_SHARD) {
@@ -361,8 +324,7 @@ fsdp_status fsdp_unit_priv_end_reduce(fsdp_unit *unit, fsdp_error *error) {
   }
   FSDP_TRY(use_partial(unit, FSDP_LANE_COMPUTE, error)); /* unless it did */
   fsdp_unit_priv_free_partial(unit);
-  set_grads_aside(unit);
-  FSDP_TRY(make_grad_shards(unit, error));
+  FSDP_TRY(fsdp_unit_priv_make_grad_shards(unit, error));
   FSDP_TRY(end_reduce(unit, FSDP_LANE_COMPUTE, error));
 done:
   return status;
@@ -385,12 +347,12 @@ fsdp_status fsdp_unit_priv_enqueue_reduce(fsdp_unit *unit, fsdp_error *error) {
       has_shards || has_hook ? FSDP_LANE_REDUCE : FSDP_LANE_COMPUTE;
   fsdp_status status = FSDP_OK;
 
+  if (unit->step.reduces_parts) return fsdp_unit_priv_start_parts(unit, error);
   if (is_partial && partial_lane == FSDP_LANE_COMPUTE) {
     return end_partial(unit, partial_lane, error);
   }
   if (!is_partial && !is_host) {
-    set_grads_aside(unit);
-    FSDP_TRY(make_grad_shards(unit, error));
+    FSDP_TRY(fsdp_unit_priv_make_grad_shards(unit, error));
   }
   if (partial_lane == FSDP_LANE_COMPUTE) {
     FSDP_TRY(use_partial(unit, partial_lane, error));

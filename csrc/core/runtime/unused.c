@@ -50,7 +50,10 @@ fsdp_unit_segment *fsdp_unit_priv_add_marks(fsdp_unit *unit, fsdp_dtype dtype) {
 static bool is_used(const fsdp_unit *unit, int64_t param) {
   const int64_t segment =
       fsdp_flat_layout_slot(unit->options.layout, param)->segment;
-  return unit->settings.fills_unused || unit->is_filled[param] != 0 ||
+  const bool is_packed = fsdp_unit_priv_has_grads(unit, FSDP_GRADS_UNSHARDED) &&
+                         unit->is_filled[param] != 0;
+  return unit->settings.fills_unused || is_packed ||
+         unit->pending[param].dtype.itemsize > 0 ||
          !unit->segments[segment].is_trainable;
 }
 
@@ -103,10 +106,9 @@ static fsdp_status pack_all_slots(fsdp_unit *unit, fsdp_error *error) {
   return status;
 }
 
-fsdp_status fsdp_unit_priv_pack_marks(fsdp_unit *unit, fsdp_error *error) {
-  if (!unit->options.finds_unused) return FSDP_OK;
-  const fsdp_segment *layout = marks_of(unit)->layout;
-  const size_t num_params = (size_t)layout->shard_numel;
+/* Notes of which parameters this rank has a gradient. */
+static void note_used(fsdp_unit *unit) {
+  const size_t num_params = (size_t)marks_of(unit)->layout->shard_numel;
   if (!unit->step.was_marked) memset(unit->was_used, 0, num_params);
   unit->step.was_marked = true;
   unit->has_missed = false;
@@ -115,14 +117,60 @@ fsdp_status fsdp_unit_priv_pack_marks(fsdp_unit *unit, fsdp_error *error) {
     if (is_used(unit, (int64_t)i)) unit->was_used[i] = 1;
     if (!unit->was_used[i]) unit->has_missed = true;
   }
+}
+
+fsdp_status fsdp_unit_priv_pack_marks(fsdp_unit *unit, fsdp_error *error) {
+  if (!unit->options.finds_unused) return FSDP_OK;
+  const fsdp_segment *layout = marks_of(unit)->layout;
+  note_used(unit);
   if (unit->has_missed) return pack_all_slots(unit, error);
   unit->items[0] = (fsdp_pack_item){
       .dtype = layout->dtype, .numel = layout->padded_numel, .is_one = true};
   return pack_items(unit, 1, error);
 }
 
+int64_t fsdp_unit_priv_list_marks(fsdp_unit *unit, int64_t offset,
+                                  fsdp_part *parts) {
+  const fsdp_segment *layout = marks_of(unit)->layout;
+  const int64_t itemsize = layout->dtype.itemsize;
+  int64_t num_parts = 0;
+  note_used(unit);
+  for (int64_t i = 0; i < layout->padded_numel; i++) {
+    if (unit->was_used[i % layout->shard_numel] == 0) continue;
+    const int64_t at = offset + i * itemsize;
+    fsdp_part *last = num_parts == 0 ? NULL : &parts[num_parts - 1];
+    if (last != NULL && last->offset + last->nbytes == at) {
+      last->nbytes += itemsize;
+    } else {
+      parts[num_parts++] = (fsdp_part){.offset = at, .nbytes = itemsize};
+    }
+  }
+  return num_parts;
+}
+
+static fsdp_status make_marks(fsdp_unit *unit, fsdp_error *error) {
+  const fsdp_device_ops *ops = &unit->engine->ops;
+  const fsdp_segment *layout = marks_of(unit)->layout;
+  if (unit->marks != NULL) return FSDP_OK;
+  return ops->host_alloc(ops->context,
+                         layout->shard_numel * layout->dtype.itemsize,
+                         &unit->marks, error);
+}
+
+fsdp_status fsdp_unit_priv_expect_marks(fsdp_unit *unit, void **sums,
+                                        fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  *sums = NULL;
+  if (!unit->has_missed) return FSDP_OK;
+  FSDP_TRY(make_marks(unit, error));
+  unit->reads_marks = true;
+  *sums = unit->marks;
+done:
+  return status;
+}
+
 fsdp_status fsdp_unit_priv_read_marks(fsdp_unit *unit, fsdp_lane lane,
-                                      fsdp_error *error) {
+                                      const void *sums, fsdp_error *error) {
   const fsdp_device_ops *ops = &unit->engine->ops;
   fsdp_status status = FSDP_OK;
   if (!unit->options.finds_unused || !unit->has_missed ||
@@ -139,14 +187,9 @@ fsdp_status fsdp_unit_priv_read_marks(fsdp_unit *unit, fsdp_lane lane,
   }
   const fsdp_segment *layout = marks_of(unit)->layout;
   const int64_t nbytes = layout->shard_numel * layout->dtype.itemsize;
-  if (unit->marks == NULL) {
-    FSDP_TRY(ops->host_alloc(ops->context, nbytes, &unit->marks, error));
-  }
-  FSDP_TRY(ops->copy_to_host(ops->context, lane, unit->marks,
-                             fsdp_priv_slot(unit->grad_data[unit->num_segments],
-                                            unit->options.shard_group.rank,
-                                            layout->shard_numel, layout->dtype),
-                             nbytes, error));
+  FSDP_TRY(make_marks(unit, error));
+  FSDP_TRY(
+      ops->copy_to_host(ops->context, lane, unit->marks, sums, nbytes, error));
   unit->reads_marks = true;
   unit->awaits_marks = true;
 done:
