@@ -24,12 +24,14 @@ static int64_t min_i64(int64_t a, int64_t b) {
   return a < b ? a : b;
 }
 
-static int64_t max_i64(int64_t a, int64_t b) {
-  return a > b ? a : b;
-}
-
 static uint64_t address_of(const void *memory, int64_t offset) {
   return (uint64_t)(uintptr_t)memory + (uint64_t)offset;
+}
+
+/* Bytes of scratch for each rank. */
+static int64_t room_of(const fsdp_shm *shm) {
+  const int64_t line = FSDP_SHM_LINE_NBYTES;
+  return shm->scratch_nbytes / shm->world_size / line * line;
 }
 
 /* The first part that ends after `offset`. */
@@ -155,7 +157,7 @@ static fsdp_status sum_piece(fsdp_shm *shm, const fsdp_parts *own,
                              const fsdp_place *place, int64_t first,
                              int64_t numel, bool *read, fsdp_error *error) {
   const fsdp_dtype dtype = place->sum_dtype;
-  const int64_t room = shm->scratch_nbytes / shm->world_size;
+  const int64_t room = room_of(shm);
   const int64_t begin = place->offset + first * dtype.itemsize;
   const span bytes = {begin, begin + numel * dtype.itemsize};
   fsdp_status status = FSDP_OK;
@@ -209,8 +211,6 @@ static fsdp_status read_list(fsdp_shm *shm, int64_t peer,
 fsdp_status fsdp_shm_priv_reduce_parts(fsdp_shm *shm, const fsdp_shm_op *op,
                                        const fsdp_shm_reader *readers,
                                        bool *read, fsdp_error *error) {
-  const int64_t line = FSDP_SHM_LINE_NBYTES;
-  const int64_t room = shm->scratch_nbytes / shm->world_size / line * line;
   fsdp_status status = FSDP_OK;
   *read = true;
   for (int64_t rank = 0; rank < shm->world_size; rank++) {
@@ -220,7 +220,7 @@ fsdp_status fsdp_shm_priv_reduce_parts(fsdp_shm *shm, const fsdp_shm_op *op,
   }
   for (int64_t i = 0; i < op->parts.num_places; i++) {
     const fsdp_place *place = &op->parts.places[i];
-    const int64_t step = max_i64(room / place->sum_dtype.itemsize, 1);
+    const int64_t step = room_of(shm) / place->sum_dtype.itemsize;
     for (int64_t first = 0; first < place->numel; first += step) {
       FSDP_TRY(sum_piece(shm, &op->parts, place, first,
                          min_i64(step, place->numel - first), read, error));

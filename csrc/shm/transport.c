@@ -103,8 +103,10 @@ static fsdp_shm *create_memory(int64_t rank, int64_t world_size,
   shm->pieces = fsdp_calloc(num, sizeof *shm->pieces);
   bool is_whole = shm->peers != NULL && shm->pieces != NULL;
   if (is_direct) {
+    const int64_t least = world_size * FSDP_SHM_LINE_NBYTES;
     shm->scratch_nbytes =
         min_i64(world_size * FSDP_SHM_SCRATCH_NBYTES, MAX_SCRATCH_NBYTES);
+    if (shm->scratch_nbytes < least) shm->scratch_nbytes = least;
     shm->scratch = fsdp_calloc(1, (size_t)shm->scratch_nbytes);
     shm->part_lists = fsdp_calloc(num, sizeof *shm->part_lists);
     is_whole = is_whole && shm->scratch != NULL && shm->part_lists != NULL;

@@ -8,12 +8,12 @@
 double elements_read(const void *data, fsdp_dtype dtype, int64_t i) {
   const char *address = (const char *)data + i * dtype.itemsize;
   switch (dtype.code) {
-    case 1: {
+    case FSDP_DTYPE_FLOAT32: {
       float value;
       memcpy(&value, address, sizeof value);
       return (double)value;
     }
-    case 2: {
+    case FSDP_DTYPE_BFLOAT16: {
       uint16_t half;
       float value;
       memcpy(&half, address, sizeof half);
@@ -21,7 +21,7 @@ double elements_read(const void *data, fsdp_dtype dtype, int64_t i) {
       memcpy(&value, &bits, sizeof value);
       return (double)value;
     }
-    case 3: {
+    case FSDP_DTYPE_FLOAT64: {
       double value;
       memcpy(&value, address, sizeof value);
       return value;
@@ -34,12 +34,13 @@ double elements_read(const void *data, fsdp_dtype dtype, int64_t i) {
 void elements_write(void *data, fsdp_dtype dtype, int64_t i, double number) {
   char *address = (char *)data + i * dtype.itemsize;
   switch (dtype.code) {
-    case 1: {
+    case FSDP_DTYPE_FLOAT32: {
       const float value = (float)number;
       memcpy(address, &value, sizeof value);
       break;
     }
-    case 2: { /* rounded to the nearest, ties to even; no NaN in tests */
+    case FSDP_DTYPE_BFLOAT16: { /* rounded to the nearest, ties to even; no NaN
+                                   in tests */
       const float value = (float)number;
       uint32_t bits;
       memcpy(&bits, &value, sizeof bits);
@@ -48,7 +49,7 @@ void elements_write(void *data, fsdp_dtype dtype, int64_t i, double number) {
       memcpy(address, &half, sizeof half);
       break;
     }
-    case 3:
+    case FSDP_DTYPE_FLOAT64:
       memcpy(address, &number, sizeof number);
       break;
     default:

@@ -29,8 +29,18 @@ void recorder_priv_die(const char *what) {
 /* --- Names --------------------------------------------------------------- */
 
 static const char *name_of_dtype(fsdp_dtype dtype) {
-  static const char *const names[] = {"unknown", "f32", "bf16", "f64", "u8"};
-  return dtype.code >= 1 && dtype.code <= 4 ? names[dtype.code] : names[0];
+  switch (dtype.code) {
+    case FSDP_DTYPE_FLOAT32:
+      return "f32";
+    case FSDP_DTYPE_BFLOAT16:
+      return "bf16";
+    case FSDP_DTYPE_FLOAT64:
+      return "f64";
+    case FSDP_DTYPE_UINT8:
+      return "u8";
+    default:
+      return "unknown";
+  }
 }
 
 const char *recorder_priv_lane_name(fsdp_lane lane) {

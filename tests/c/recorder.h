@@ -37,15 +37,16 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "base/dtypes.h"
 #include "base/types.h"
 #include "port/device.h"
 #include "port/views.h"
 
 /* Dtypes that the recorder can compute in. */
-#define RECORDER_F32 ((fsdp_dtype){.code = 1, .itemsize = 4})
-#define RECORDER_BF16 ((fsdp_dtype){.code = 2, .itemsize = 2})
-#define RECORDER_F64 ((fsdp_dtype){.code = 3, .itemsize = 8})
-#define RECORDER_U8 ((fsdp_dtype){.code = 4, .itemsize = 1})
+#define RECORDER_F32 ((fsdp_dtype){.code = FSDP_DTYPE_FLOAT32, .itemsize = 4})
+#define RECORDER_BF16 ((fsdp_dtype){.code = FSDP_DTYPE_BFLOAT16, .itemsize = 2})
+#define RECORDER_F64 ((fsdp_dtype){.code = FSDP_DTYPE_FLOAT64, .itemsize = 8})
+#define RECORDER_U8 ((fsdp_dtype){.code = FSDP_DTYPE_UINT8, .itemsize = 1})
 
 typedef struct recorder recorder;
 

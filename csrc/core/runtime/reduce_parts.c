@@ -227,6 +227,9 @@ fsdp_status fsdp_unit_priv_start_parts(fsdp_unit *unit, fsdp_error *error) {
                             .num_parts = (int64_t)lists->num_parts,
                             .places = lists->places,
                             .num_places = (int64_t)lists->num_places};
+  FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_REDUCE,
+                                      FSDP_LANE_COMPUTE, engine->compute_done,
+                                      error));
   fsdp_op_log_add(&engine->log, "reduce_scatter", unit->name);
   const fsdp_priv_span span =
       fsdp_engine_priv_begin(engine, FSDP_TIMELINE_REDUCE_SCATTER);
