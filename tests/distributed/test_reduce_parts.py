@@ -76,6 +76,7 @@ def _some_unused(model: Any, x: Tensor) -> None:
     first.uses_all = dist.get_rank() > 0
     second.uses_all = False
     _backward(model, x)
+    first.uses_all = second.uses_all = True
 
 
 def _twice(model: Any, x: Tensor) -> None:
