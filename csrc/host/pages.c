@@ -4,8 +4,10 @@
 #endif
 #include "host/pages.h"
 
+#include <pthread.h>
 #include <stddef.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -16,8 +18,41 @@
 enum {
   LARGE_PAGE_NBYTES = 2 << 20,
   MIN_MAPPED_NBYTES = 256 << 10, /* worth the calls of the kernel */
-  ALIGNMENT = 64
+  ALIGNMENT = 64,
+  MAX_KEPT = 64
 };
+
+typedef struct kept_pages {
+  void *memory;
+  size_t nbytes; /* whole pages */
+} kept_pages;
+
+/* Oldest first. */
+static kept_pages kept[MAX_KEPT];
+static size_t num_kept;
+static pthread_mutex_t kept_mutex = PTHREAD_MUTEX_INITIALIZER;
+
+/* With the mutex held. */
+static kept_pages take_kept(size_t index) {
+  const kept_pages taken = kept[index];
+  num_kept--;
+  memmove(&kept[index], &kept[index + 1], (num_kept - index) * sizeof *kept);
+  return taken;
+}
+
+/* Pages of this size, the last that were kept; NULL: there are none, and the
+ * oldest of another size go. */
+static void *find_kept(size_t nbytes) {
+  kept_pages found = {NULL, 0};
+  pthread_mutex_lock(&kept_mutex);
+  size_t i = num_kept;
+  while (i > 0 && kept[i - 1].nbytes != nbytes) i--;
+  if (num_kept > 0) found = take_kept(i > 0 ? i - 1 : 0);
+  pthread_mutex_unlock(&kept_mutex);
+  if (found.nbytes == nbytes) return found.memory;
+  if (found.memory != NULL) (void)munmap(found.memory, found.nbytes);
+  return NULL;
+}
 
 /* In whole pages. */
 static size_t mapped_nbytes(int64_t nbytes) {
@@ -45,7 +80,8 @@ void *fsdp_host_pages_alloc(int64_t nbytes) {
                                                                    : NULL;
   }
   const size_t mapped = mapped_nbytes(nbytes);
-  memory = map_aligned(mapped);
+  memory = find_kept(mapped);
+  if (memory == NULL) memory = map_aligned(mapped);
   if (memory == NULL) return NULL;
   /* Both are advice: without them everything works all the same. */
   (void)madvise(memory, mapped, MADV_HUGEPAGE);
@@ -59,6 +95,29 @@ void fsdp_host_pages_free(void *memory, int64_t nbytes) {
   } else {
     (void)munmap(memory, mapped_nbytes(nbytes));
   }
+}
+
+void fsdp_host_pages_keep(void *memory, int64_t nbytes) {
+  const kept_pages last = {memory, mapped_nbytes(nbytes)};
+  if (nbytes < MIN_MAPPED_NBYTES ||
+      madvise(memory, last.nbytes, MADV_FREE) != 0) {
+    fsdp_host_pages_free(memory, nbytes);
+    return;
+  }
+  kept_pages oldest = {NULL, 0};
+  pthread_mutex_lock(&kept_mutex);
+  if (num_kept == MAX_KEPT) oldest = take_kept(0);
+  kept[num_kept++] = last;
+  pthread_mutex_unlock(&kept_mutex);
+  if (oldest.memory != NULL) (void)munmap(oldest.memory, oldest.nbytes);
+}
+
+int64_t fsdp_host_pages_kept_nbytes(void) {
+  size_t nbytes = 0;
+  pthread_mutex_lock(&kept_mutex);
+  for (size_t i = 0; i < num_kept; i++) nbytes += kept[i].nbytes;
+  pthread_mutex_unlock(&kept_mutex);
+  return (int64_t)nbytes;
 }
 
 void *fsdp_host_space_alloc(int64_t nbytes) {

@@ -8,6 +8,14 @@
  * in every step would fault in every step. Such buffers are therefore mapped
  * for themselves, over large pages where they cover one, the rest in one call.
  * No memory is added: their ends lie on small pages. Smaller ones are malloc's.
+ *
+ * Note [Kept pages]
+ * What comes and goes in every step would still be filled in every step. When
+ * such memory is freed, its pages are kept for the next buffer of their size.
+ * The kernel may take them at any time (MADV_FREE): they are free memory that
+ * this process can have back for nothing. Until then they count in its resident
+ * set. A buffer of a size that is not there ends the oldest one that is kept,
+ * so sizes that do not come again go.
  */
 #ifndef FSDP_HOST_PAGES_H
 #define FSDP_HOST_PAGES_H
@@ -24,6 +32,12 @@ void *fsdp_host_pages_alloc(int64_t nbytes);
 
 /* memory: of fsdp_host_pages_alloc(nbytes). Cannot fail. */
 void fsdp_host_pages_free(void *memory, int64_t nbytes);
+
+/* The same, but the pages may be kept for an allocation of the same size. */
+void fsdp_host_pages_keep(void *memory, int64_t nbytes);
+
+/* Bytes that are kept now. */
+int64_t fsdp_host_pages_kept_nbytes(void);
 
 /* Whole pages of address space for `nbytes` (>= 1), which have no memory until
  * they are used; then zeros. Release with fsdp_host_space_free(). NULL: out of

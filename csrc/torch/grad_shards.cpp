@@ -2,12 +2,28 @@
 // the user has cleared them.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 
+#include "torch/port/host_memory.hpp"
 #include "torch/unit.hpp"
 
 namespace fsdp_torch {
 namespace {
+
+// Whatever it contains. It comes and goes in every step: on a CPU its pages are
+// kept.
+at::Tensor empty_grads(const Unit &unit, at::ScalarType dtype, int64_t numel) {
+  const at::TensorOptions options = shard_options(unit, dtype);
+  if (!unit.device.is_cpu() || unit.offloads) {
+    return at::empty({numel}, options);
+  }
+  at::Tensor made = at::empty({0}, options);
+  const auto nbytes = static_cast<size_t>(numel) * c10::elementSize(dtype);
+  c10::StorageImpl *storage = made.storage().unsafeGetStorageImpl();
+  storage->set_data_ptr_noswap(make_kept_host_memory(nbytes));
+  storage->set_nbytes(nbytes);
+  made.unsafeGetTensorImpl()->set_sizes_contiguous({numel});
+  return made;
+}
 
 // Note [Sharded gradients of a unit by rows]
 // Its segments are many and small, so the sharded gradients of all are one
@@ -29,7 +45,7 @@ void make_next_grads(Unit &unit) {
              segment.layout->shard_numel *
                  static_cast<int64_t>(c10::elementSize(segment.grad));
   }
-  const at::Tensor all = at::empty({nbytes}, shard_options(unit, at::kByte));
+  const at::Tensor all = empty_grads(unit, at::kByte, nbytes);
   const StoragePtr storage = all.storage().getWeakStorageImpl().lock();
   for (size_t i = 0; i < unit.segments.size(); i++) {
     Segment &segment = unit.segments[i];
@@ -56,10 +72,9 @@ void ensure_grad_shard(Unit &unit, Segment &segment, bool is_replaced) {
     if (!is_replaced) segment.grad_shard.zero_();
     return;
   }
-  const at::TensorOptions options = shard_options(unit, segment.grad);
-  segment.grad_shard = is_replaced
-                           ? at::empty({segment.layout->shard_numel}, options)
-                           : at::zeros({segment.layout->shard_numel}, options);
+  segment.grad_shard =
+      empty_grads(unit, segment.grad, segment.layout->shard_numel);
+  if (!is_replaced) segment.grad_shard.zero_();
 }
 
 void drop_grad_shards(Unit &unit) {

@@ -46,3 +46,48 @@ TEST(test_large_pages_are_unmapped_to_the_end) {
 TEST(test_no_memory) {
   CHECK(fsdp_host_pages_alloc(INT64_MAX / 4) == NULL);
 }
+
+/* Pages of a size come back for that size, the last ones first. */
+TEST(test_kept_pages) {
+  char *first = fsdp_host_pages_alloc(MIB);
+  char *second = fsdp_host_pages_alloc(MIB);
+  char *large = fsdp_host_pages_alloc(2 * MIB);
+  memset(first, 1, MIB);
+  fsdp_host_pages_keep(large, 2 * MIB);
+  fsdp_host_pages_keep(first, MIB);
+  fsdp_host_pages_keep(second, MIB);
+  CHECK_I64(fsdp_host_pages_kept_nbytes(), 4 * MIB);
+  CHECK(fsdp_host_pages_alloc(MIB - 100) == second); /* of as many pages */
+  CHECK(fsdp_host_pages_alloc(MIB) == first);
+  memset(first, 2, MIB);
+  CHECK_I64(fsdp_host_pages_kept_nbytes(), 2 * MIB);
+  char *fresh = fsdp_host_pages_alloc(3 * MIB); /* the oldest goes for it */
+  CHECK_I64(fsdp_host_pages_kept_nbytes(), 0);
+  fsdp_host_pages_free(fresh, 3 * MIB);
+  fsdp_host_pages_free(second, MIB - 100);
+  CHECK(first[0] == 2 && first[MIB - 1] == 2);
+  fsdp_host_pages_free(first, MIB);
+  CHECK(!is_mapped(first));
+}
+
+TEST(test_small_memory_is_not_kept) {
+  fsdp_host_pages_keep(fsdp_host_pages_alloc(1000), 1000);
+  CHECK_I64(fsdp_host_pages_kept_nbytes(), 0);
+}
+
+/* No more than so many: then the oldest go. */
+TEST(test_kept_pages_are_bounded) {
+  enum { MANY = 100, MOST = 64 };
+  char *memories[MANY];
+  for (int i = 0; i < MANY; i++) {
+    memories[i] = fsdp_host_pages_alloc(256 * KIB);
+    CHECK(memories[i] != NULL);
+  }
+  for (int i = 0; i < MANY; i++) fsdp_host_pages_keep(memories[i], 256 * KIB);
+  CHECK_I64(fsdp_host_pages_kept_nbytes(), MOST * 256 * KIB);
+  CHECK(!is_mapped(memories[0]) && is_mapped(memories[MANY - 1]));
+  for (int i = 0; i < MOST; i++) {
+    fsdp_host_pages_free(fsdp_host_pages_alloc(256 * KIB), 256 * KIB);
+  }
+  CHECK_I64(fsdp_host_pages_kept_nbytes(), 0);
+}

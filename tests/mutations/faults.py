@@ -32,6 +32,47 @@ FAULTS = (
         skip("FSDP_TRY(give_block("),
         "test_memory.py",
     ),
+    # Gradients in parts.
+    core_fault(
+        "gradients of another dtype stay where they are",
+        "fsdp_unit_priv_leaves_grads",
+        ("dtype.itemsize > 0 &&", "!MUTANT && dtype.itemsize > 0 &&"),
+        "test_reduce_parts.py",
+    ),
+    core_fault(
+        "a sum in parts is not scaled to the mean",
+        "list_place",
+        skip("place.scale ="),
+        "test_reduce_parts.py",
+    ),
+    core_fault(
+        "a sum in parts replaces the sharded gradient",
+        "list_place",
+        skip("place.adds ="),
+        "test_reduce_parts.py",
+    ),
+    core_fault(
+        "each rank takes the first slot of a sum in parts",
+        "list_place",
+        ("unit->options.shard_group.rank", "(MUTANT ? 0 : OLD)"),
+        "test_reduce_parts.py",
+    ),
+    core_fault(
+        "gradients in parts outlive their reduction",
+        "fsdp_unit_priv_end_parts",
+        skip("fsdp_unit_priv_release_pending("),
+    ),
+    core_fault(
+        "a reduction in parts does not wait for the gradients",
+        "fsdp_unit_priv_start_parts",
+        skip("FSDP_TRY(fsdp_engine_priv_wait_lane("),
+    ),
+    core_fault(
+        "marks in parts are those of all parameters",
+        "fsdp_unit_priv_list_marks",
+        ("unit->was_used[i % layout->shard_numel] == 0", "(!MUTANT && OLD)"),
+        "test_reduce_parts.py",
+    ),
     # Shards in place.
     core_fault(
         "parameters that are kept are read in place",
@@ -251,7 +292,10 @@ FAULTS = (
     core_fault(
         "gradients that did not come are not zeroed",
         "settle_grads",
-        ("is_to_reduce(unit) ?", "is_to_reduce(unit) && !MUTANT ?"),
+        (
+            "fsdp_unit_priv_fill_grads(unit, error)",
+            "MUTANT ? fsdp_unit_priv_pack_grads(unit, error) : OLD",
+        ),
         "test_strategies.py",
     ),
     core_fault(
@@ -281,7 +325,7 @@ FAULTS = (
     # Reductions.
     core_fault(
         "the mean leaves out the replicas",
-        "mean_scale",
+        "fsdp_unit_priv_mean_scale",
         (
             "(double)unit->options.replica_group.world_size",
             "(MUTANT ? 1.0 : (double)unit->options.replica_group.world_size)",
@@ -299,7 +343,7 @@ FAULTS = (
     ),
     core_fault(
         "a second backward replaces the sharded gradient",
-        "adds_to_grads",
+        "fsdp_unit_priv_adds_to_grads",
         ("return fsdp_unit", "return !MUTANT && fsdp_unit"),
         "test_gradient_accumulation.py",
     ),
@@ -334,7 +378,10 @@ FAULTS = (
     core_fault(
         "the offloaded gradient is not brought back before the sum",
         "bring_grad",
-        ("if (!adds_to_grads(unit))", "if (MUTANT || !adds_to_grads(unit))"),
+        (
+            "if (!fsdp_unit_priv_adds_to_grads(unit))",
+            "if (MUTANT || !fsdp_unit_priv_adds_to_grads(unit))",
+        ),
         "test_traps_gradients.py",
     ),
     core_fault(

@@ -299,6 +299,35 @@ FAULTS = (
         "look_at_others",
         ("< shm->timeout_ms", "< (MUTANT ? INT64_MAX : shm->timeout_ms)"),
     ),
+    # Sums of parts.
+    shm_fault(
+        "what lies between parts is not zeroed",
+        "list_copies",
+        ("if (begin > bytes->begin) {", "if (begin > bytes->begin) if (!MUTANT) {"),
+        "test_reduce_parts.py",
+    ),
+    shm_fault(
+        "a part is read from its begin",
+        "list_copies",
+        (
+            ".address = address_of(part->data, skipped)",
+            ".address = address_of(part->data, MUTANT ? 0 : skipped)",
+        ),
+    ),
+    shm_fault(
+        "a sum of parts goes over the caller's own",
+        "sum_piece",
+        ("(shm->rank + 1) % shm->world_size", "(MUTANT ? 0 : OLD)"),
+    ),
+    shm_fault(
+        "a list of parts that is too long for one read is cut",
+        "fetch",
+        (
+            "while (bytes.begin < bytes.end && *read) {",
+            "for (int i = MUTANT ? -1 : 0;"
+            " i < 1 && bytes.begin < bytes.end && *read; i += MUTANT ? 2 : 0) {",
+        ),
+    ),
     shm_fault(
         "what a module wrote in place stays",
         "fsdp_shm_priv_close",

@@ -246,7 +246,7 @@ done:
 }
 
 /* Adds the partial gradient to the sharded one. */
-static fsdp_status use_partial(fsdp_unit *unit, fsdp_error *error) {
+static fsdp_status add_partial_to_grads(fsdp_unit *unit, fsdp_error *error) {
   const fsdp_device_ops *ops = &unit->engine->ops;
   fsdp_status status = FSDP_OK;
 
@@ -280,7 +280,7 @@ fsdp_status fsdp_unit_priv_end_parts(fsdp_unit *unit, fsdp_error *error) {
     fsdp_unit_priv_set_grads(unit, FSDP_GRADS_PARTIAL, true);
     return FSDP_OK;
   }
-  if (uses_partial(unit)) FSDP_TRY(use_partial(unit, error));
+  if (uses_partial(unit)) FSDP_TRY(add_partial_to_grads(unit, error));
   fsdp_unit_priv_set_grads(unit, FSDP_GRADS_SHARDED, true);
   FSDP_TRY(fsdp_unit_priv_tell_followers(unit, FSDP_LANE_COMPUTE, error));
 done:

@@ -18,6 +18,12 @@ struct HostMemory {
     fsdp_host_pages_free(memory->data, memory->nbytes);
   }
 
+  static void keep(void *context) {
+    const std::unique_ptr<HostMemory> memory(
+        static_cast<HostMemory *>(context));
+    fsdp_host_pages_keep(memory->data, memory->nbytes);
+  }
+
   static void free_space(void *context) {
     const std::unique_ptr<HostMemory> memory(
         static_cast<HostMemory *>(context));
@@ -30,13 +36,21 @@ c10::DataPtr own(void *data, int64_t nbytes, c10::DeleterFnPtr free) {
   return c10::DataPtr(data, memory.release(), free, c10::kCPU);
 }
 
-}  // namespace
-
-c10::DataPtr make_host_memory(size_t nbytes) {
+c10::DataPtr make_pages(size_t nbytes, c10::DeleterFnPtr free) {
   const auto wanted = static_cast<int64_t>(nbytes == 0 ? 1 : nbytes);
   void *data = fsdp_host_pages_alloc(wanted);
   if (data == nullptr) throw std::bad_alloc();
-  return own(data, wanted, &HostMemory::free);
+  return own(data, wanted, free);
+}
+
+}  // namespace
+
+c10::DataPtr make_host_memory(size_t nbytes) {
+  return make_pages(nbytes, &HostMemory::free);
+}
+
+c10::DataPtr make_kept_host_memory(size_t nbytes) {
+  return make_pages(nbytes, &HostMemory::keep);
 }
 
 std::shared_ptr<c10::DataPtr> make_host_space(int64_t nbytes) {

@@ -10,6 +10,9 @@ namespace fsdp_torch {
 // Uninitialised. Throws std::bad_alloc.
 c10::DataPtr make_host_memory(size_t nbytes);
 
+// The same, for what comes and goes in every step: Note [Kept pages].
+c10::DataPtr make_kept_host_memory(size_t nbytes);
+
 // Address space of zeros (fsdp_host_space_alloc). Null: out of memory.
 std::shared_ptr<c10::DataPtr> make_host_space(int64_t nbytes);
 

@@ -73,7 +73,7 @@ at::Tensor Provider::host_view(void *data, int64_t nbytes) {
 void *Provider::allocate(int64_t nbytes) {
   Block made;
   if (!has_streams_) {
-    made.data = make_host_memory(static_cast<size_t>(nbytes));
+    made.data = make_kept_host_memory(static_cast<size_t>(nbytes));
   } else {
     const c10::StreamGuard guard(streams_[FSDP_LANE_COMPUTE]);
     const auto transports = nccl_transports();
