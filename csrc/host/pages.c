@@ -4,7 +4,7 @@
 #endif
 #include "host/pages.h"
 
-#include <pthread.h>
+#include <stdatomic.h>
 #include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
@@ -30,9 +30,18 @@ typedef struct kept_pages {
 /* Oldest first. */
 static kept_pages kept[MAX_KEPT];
 static size_t num_kept;
-static pthread_mutex_t kept_mutex = PTHREAD_MUTEX_INITIALIZER;
+static atomic_flag kept_lock = ATOMIC_FLAG_INIT; /* for a few instructions */
 
-/* With the mutex held. */
+static void lock_kept(void) {
+  while (atomic_flag_test_and_set_explicit(&kept_lock, memory_order_acquire)) {
+  }
+}
+
+static void unlock_kept(void) {
+  atomic_flag_clear_explicit(&kept_lock, memory_order_release);
+}
+
+/* With the lock held. */
 static kept_pages take_kept(size_t index) {
   const kept_pages taken = kept[index];
   num_kept--;
@@ -44,11 +53,11 @@ static kept_pages take_kept(size_t index) {
  * oldest of another size go. */
 static void *find_kept(size_t nbytes) {
   kept_pages found = {NULL, 0};
-  pthread_mutex_lock(&kept_mutex);
+  lock_kept();
   size_t i = num_kept;
   while (i > 0 && kept[i - 1].nbytes != nbytes) i--;
   if (num_kept > 0) found = take_kept(i > 0 ? i - 1 : 0);
-  pthread_mutex_unlock(&kept_mutex);
+  unlock_kept();
   if (found.nbytes == nbytes) return found.memory;
   if (found.memory != NULL) (void)munmap(found.memory, found.nbytes);
   return NULL;
@@ -105,18 +114,18 @@ void fsdp_host_pages_keep(void *memory, int64_t nbytes) {
     return;
   }
   kept_pages oldest = {NULL, 0};
-  pthread_mutex_lock(&kept_mutex);
+  lock_kept();
   if (num_kept == MAX_KEPT) oldest = take_kept(0);
   kept[num_kept++] = last;
-  pthread_mutex_unlock(&kept_mutex);
+  unlock_kept();
   if (oldest.memory != NULL) (void)munmap(oldest.memory, oldest.nbytes);
 }
 
 int64_t fsdp_host_pages_kept_nbytes(void) {
   size_t nbytes = 0;
-  pthread_mutex_lock(&kept_mutex);
+  lock_kept();
   for (size_t i = 0; i < num_kept; i++) nbytes += kept[i].nbytes;
-  pthread_mutex_unlock(&kept_mutex);
+  unlock_kept();
   return (int64_t)nbytes;
 }
 

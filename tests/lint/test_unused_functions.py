@@ -15,6 +15,7 @@ SEAMS = {
     "fsdp_alloc_live": "finds leaks",
     "fsdp_arena_priv_plan_steps": "bounds the time of an assignment of blocks",
     "fsdp_crc32c_by_table": "the path of processors without the instruction",
+    "fsdp_host_pages_kept_nbytes": "finds pages that are kept",
     "fsdp_host_priv_lanes_at": "the paths of other processors",
     "fsdp_nccl_priv_has_watchdog": "whether the thread has ended",
     "fsdp_placement_create": "a placement of any pieces",

@@ -107,12 +107,12 @@ static void list_pending(const fsdp_unit *unit, int64_t index, int64_t offset,
   const fsdp_segment *info = unit->segments[index].layout;
   const int64_t *params = fsdp_flat_layout_segment_params(layout, index);
   for (int64_t i = 0; i < info->num_params; i++) {
-    const fsdp_grad *grad = &unit->pending[params[i]];
+    const fsdp_grad grad = unit->pending[params[i]];
     const fsdp_param_slot *slot = fsdp_flat_layout_slot(layout, params[i]);
-    const int64_t itemsize = grad->dtype.itemsize; /* 0: none has come */
+    const int64_t itemsize = grad.dtype.itemsize; /* 0: none has come */
     if (itemsize == 0 || slot->numel == 0) continue;
     lists->parts[lists->num_parts++] =
-        (fsdp_part){.data = grad->data,
+        (fsdp_part){.data = grad.data,
                     .offset = offset + slot->offset * itemsize,
                     .nbytes = slot->numel * itemsize};
   }
