@@ -34,6 +34,7 @@
 
 #include "torch/bridge.h"
 #include "torch/guard.hpp"
+#include "torch/step_stream.hpp"
 #include "torch/unit.hpp"
 
 namespace fsdp_torch {
@@ -417,7 +418,7 @@ int fsdp_torch_unit_show_kept(fsdp_torch_unit *unit, bool shows) noexcept {
   fsdp_status status = FSDP_OK;
   {
     const pybind11::gil_scoped_release no_gil;
-    const std::lock_guard<std::mutex> lock(engine->mutex);
+    const fsdp_torch::EngineCall call(*engine);
     engine->recover();
     status = fsdp_engine_show_kept(engine->core, shows, &error);
   }

@@ -1,0 +1,58 @@
+#include "torch/step_stream.hpp"
+
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include "torch/unit.hpp"
+
+namespace fsdp_torch {
+namespace {
+
+void wait_for(const c10::Stream &waiter, const c10::Stream &recorder) noexcept {
+  try {
+    c10::Event event(recorder.device_type());
+    event.record(recorder);
+    event.block(waiter);
+  } catch (const std::exception &) {  // see the constructor of EngineCall
+  }
+}
+
+bool is_between_steps(const Engine &engine) {
+  return engine.is_aborted || (!fsdp_engine_in_forward(engine.core) &&
+                               !fsdp_engine_in_backward(engine.core));
+}
+
+}  // namespace
+
+EngineCall::EngineCall(Engine &engine) noexcept : lock_(engine.mutex) {
+  if (!engine.provider.has_streams()) return;
+  const c10::Device device = engine.provider.device();
+  const c10::Stream current =
+      c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  if (engine.step_stream == current) return;
+  if (!engine.step_stream || is_between_steps(engine)) {
+    if (engine.step_stream) wait_for(current, *engine.step_stream);
+    engine.step_stream = current;
+    return;
+  }
+  wait_for(*engine.step_stream, current);
+  guard_.emplace(*engine.step_stream);
+}
+
+EngineCall::~EngineCall() {
+  if (!guard_) return;
+  wait_for(guard_->original_stream(), guard_->current_stream());
+}
+
+void EngineCall::take(const at::Tensor &tensor) const {
+  if (!guard_) return;
+  const c10::Stream stream = guard_->current_stream();
+  c10::impl::VirtualGuardImpl(stream.device_type())
+      .recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
+}
+
+void forget_step_stream(Engine &engine) noexcept {
+  engine.step_stream.reset();
+}
+
+}  // namespace fsdp_torch
