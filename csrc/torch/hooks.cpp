@@ -192,11 +192,7 @@ struct ForwardCall {
   // from.
   void on_grad(const Node *node) {
     const int current = torch::autograd::get_current_graph_task_id();
-    if (graph_task == current) {
-      // The node may be on another stream, which has not waited yet.
-      const EngineCall call(*unit->engine);
-      return;
-    }
+    if (graph_task == current) return;
     graph_task = current;
     receive_input(*unit->engine, node);
     run_pre_backward(*unit);

@@ -55,6 +55,7 @@ void adopt_local(Unit &unit, Param &param, size_t index) {
                     param.sharded.scalar_type()));
   }
   if (local.numel() > 0) param.sharded.copy_(local);
+  record_current_stream(local);
   local.unsafeGetTensorImpl()->shallow_copy_from(
       param.sharded.getIntrusivePtr());
   unit.shard_was_written = true;
@@ -172,6 +173,7 @@ bool take_sharded_grad(Unit &unit, Param &param) {
             param.sharded.key_set(), segment.grad, param.sharded.sizes(),
             segment.grad_shard.storage_offset() + param.in_shard.begin)
       .copy_(shown.user_grad);
+  record_current_stream(shown.user_grad);
   return true;
 }
 

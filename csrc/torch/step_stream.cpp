@@ -45,10 +45,13 @@ EngineCall::~EngineCall() {
 }
 
 void EngineCall::take(const at::Tensor &tensor) const {
-  if (!guard_) return;
-  const c10::Stream stream = guard_->current_stream();
-  c10::impl::VirtualGuardImpl(stream.device_type())
-      .recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
+  if (guard_) record_current_stream(tensor);
+}
+
+void record_current_stream(const at::Tensor &tensor) {
+  const c10::impl::VirtualGuardImpl guard(tensor.device().type());
+  guard.recordDataPtrOnStream(tensor.storage().data_ptr(),
+                              guard.getStream(tensor.device()));
 }
 
 void forget_step_stream(Engine &engine) noexcept {

@@ -40,14 +40,17 @@ class EngineCall {
   EngineCall(const EngineCall &) = delete;
   EngineCall &operator=(const EngineCall &) = delete;
 
-  // The call takes the tensor, and may free it. Its memory, which may belong to
-  // the caller's stream, is not used again before the step's has read it.
+  // The call may free the tensor, which came on the caller's stream.
   void take(const at::Tensor &tensor) const;
 
  private:
   std::lock_guard<std::mutex> lock_;
   std::optional<c10::StreamGuard> guard_;  // the caller's stream is another one
 };
+
+// For a tensor that the engine copies and lets go: its memory, which may belong
+// to another stream, is not used again before the current one has read it.
+void record_current_stream(const at::Tensor &tensor);
 
 // The next step waits for no earlier one: the host will have. With the lock.
 void forget_step_stream(Engine &engine) noexcept;
