@@ -22,26 +22,36 @@ bool is_between_steps(const Engine &engine) {
                                !fsdp_engine_in_backward(engine.core));
 }
 
+// A call on `current`, which is not the step's stream: takes over, between
+// steps, or lets the step's wait for it. Whether it took over.
+bool take_over(Engine &engine, const c10::Stream &current) noexcept {
+  std::optional<c10::Stream> &stream = engine.step_stream;
+  if (stream && !is_between_steps(engine)) {
+    wait_for(*stream, current);
+    return false;
+  }
+  if (stream) wait_for(current, *stream);
+  stream = current;
+  return true;
+}
+
+void leave_step_stream(const c10::StreamGuard &guard) noexcept {
+  wait_for(guard.original_stream(), guard.current_stream());
+}
+
 }  // namespace
 
 EngineCall::EngineCall(Engine &engine) noexcept : lock_(engine.mutex) {
   if (!engine.provider.has_streams()) return;
   const c10::Device device = engine.provider.device();
-  const c10::Stream current =
-      c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-  if (engine.step_stream == current) return;
-  if (!engine.step_stream || is_between_steps(engine)) {
-    if (engine.step_stream) wait_for(current, *engine.step_stream);
-    engine.step_stream = current;
-    return;
-  }
-  wait_for(*engine.step_stream, current);
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  const c10::Stream current = guard.getStream(device);
+  if (engine.step_stream == current || take_over(engine, current)) return;
   guard_.emplace(*engine.step_stream);
 }
 
 EngineCall::~EngineCall() {
-  if (!guard_) return;
-  wait_for(guard_->original_stream(), guard_->current_stream());
+  if (guard_) leave_step_stream(*guard_);
 }
 
 void EngineCall::take(const at::Tensor &tensor) const {
