@@ -1,6 +1,7 @@
 // The stages of a captured step: see Note [Captured steps] in capture.c.
 #include "torch/bridge.h"
 #include "torch/guard.hpp"
+#include "torch/step_stream.hpp"
 #include "torch/unit.hpp"
 
 namespace fsdp_torch {
@@ -44,9 +45,11 @@ fsdp_status fsdp_torch_engine_run_capture_stage(fsdp_torch_engine *engine,
     const bool rests = fsdp_torch::brings_to_rest(stage);
     fsdp_status status;
     {
-      const std::lock_guard<std::mutex> lock(self.mutex);
+      const fsdp_torch::EngineCall call(self);
       if (rests) self.recover();  // drops what an aborted backward left
       status = fsdp_torch::run_stage(self.core, stage, error);
+      if (stage == FSDP_TORCH_BEGIN_CAPTURE)
+        fsdp_torch::forget_step_stream(self);
     }
     if (rests && status == FSDP_OK) fsdp_torch::close_rows(self);
     return status;

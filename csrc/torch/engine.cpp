@@ -20,6 +20,7 @@
 #include "torch/guard.hpp"
 #include "torch/port/cuda_kernels.hpp"
 #include "torch/port/transports.hpp"
+#include "torch/step_stream.hpp"
 #include "torch/unit.hpp"
 
 namespace fsdp_torch {
@@ -231,7 +232,7 @@ fsdp_status fsdp_torch_engine_reduce_kept(fsdp_torch_engine *engine,
     fsdp_torch::open_rows(self);
     fsdp_status status = FSDP_OK;
     {
-      const std::lock_guard<std::mutex> lock(self.mutex);
+      const fsdp_torch::EngineCall call(self);
       self.recover();
     }
     try {
@@ -242,7 +243,7 @@ fsdp_status fsdp_torch_engine_reduce_kept(fsdp_torch_engine *engine,
       throw;
     }
     {
-      const std::lock_guard<std::mutex> lock(self.mutex);
+      const fsdp_torch::EngineCall call(self);
       status = fsdp_engine_in_backward(self.core)
                    ? fsdp_engine_finish_backward(self.core, error)
                    : fsdp_engine_reduce_kept(self.core, error);
@@ -265,7 +266,7 @@ void fsdp_torch_engine_reset(fsdp_torch_engine *engine) noexcept {
     fsdp_torch::close_rows(self, true);
   } catch (...) {  // the next forward registers what it needs
   }
-  const std::lock_guard<std::mutex> lock(self.mutex);
+  const fsdp_torch::EngineCall call(self);
   self.is_aborted = true;
   self.recover();
 }

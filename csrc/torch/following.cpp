@@ -25,6 +25,7 @@
 
 #include "torch/bridge.h"
 #include "torch/guard.hpp"
+#include "torch/step_stream.hpp"
 #include "torch/unit.hpp"
 
 namespace fsdp_torch {
@@ -94,7 +95,7 @@ void follow(Unit &unit) {
   Engine &engine = *unit.engine;
   const at::NoGradGuard no_grad;
   {
-    const std::lock_guard<std::mutex> lock(engine.mutex);
+    const EngineCall call(engine);
     engine.provider.wait(FSDP_LANE_COMPUTE, unit.reduced.get());
     if (unit.offloads) engine.provider.synchronize(unit.reduced.get());
     FSDP_LOCAL_ERROR(error);
@@ -117,7 +118,7 @@ void follow(Unit &unit) {
     }
   }
   if (unit.follower) run_follower(*unit.follower);
-  const std::lock_guard<std::mutex> lock(engine.mutex);
+  const EngineCall call(engine);
   take_followed_grads(unit);
 }
 

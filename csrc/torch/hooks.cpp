@@ -17,6 +17,7 @@
 #include "torch/bridge.h"
 #include "torch/guard.hpp"
 #include "torch/offload.hpp"
+#include "torch/step_stream.hpp"
 #include "torch/unit.hpp"
 
 namespace fsdp_torch {
@@ -79,7 +80,7 @@ class BackwardEnd {
   }
 
   void finish() {
-    const std::lock_guard<std::mutex> lock(engine_->mutex);
+    const EngineCall call(*engine_);
     const int64_t begin_ns = engine_->begin_span();
     check([&](fsdp_error *error) {
       return fsdp_engine_finish_backward(engine_->core, error);
@@ -167,7 +168,7 @@ void run_pre_backward(Unit &unit) {
   const std::shared_ptr<Engine> engine = unit.engine;
   check_left_shown(*engine);
   open_rows(*engine);
-  const std::lock_guard<std::mutex> lock(engine->mutex);
+  const EngineCall call(*engine);
   const int64_t begin_ns = engine->begin_span();
   engine->recover();
   if (!fsdp_engine_in_backward(engine->core)) queue_end_of_backward(engine);
@@ -246,7 +247,7 @@ class EarlyGradHook : public torch::autograd::FunctionPreHook {
   static void enter(Unit &unit) {
     const std::shared_ptr<Engine> engine = unit.engine;
     check_left_shown(*engine);
-    const std::lock_guard<std::mutex> lock(engine->mutex);
+    const EngineCall call(*engine);
     engine->recover();
     if (!fsdp_engine_in_backward(engine->core)) queue_end_of_backward(engine);
     check([&](fsdp_error *error) {
@@ -318,9 +319,10 @@ class GradHook : public torch::autograd::FunctionPostHook {
     }
     check_left_shown(*engine);
     open_rows(*engine);
-    const std::lock_guard<std::mutex> lock(engine->mutex);
+    const EngineCall call(*engine);
     const int64_t begin_ns = engine->begin_span();
     if (!fsdp_engine_in_backward(engine->core)) queue_end_of_backward(engine);
+    call.take(grad);
     add_grad(unit, handed, std::move(grad));
     fsdp_engine_note(engine->core, unit.core, FSDP_TIMELINE_GRAD_READY,
                      begin_ns);
@@ -332,12 +334,13 @@ class GradHook : public torch::autograd::FunctionPostHook {
 
 // Note [Streams of accumulators]
 // AccumulateGrad, and so our hooks of gradients, runs on the stream that was
-// current when the node was made. The engine takes that for COMPUTE. If a step
-// runs on another stream than the steps before (a capture does), its nodes must
-// be new. An older graph that still has them keeps them, with their hooks,
-// until a forward finds that graph gone. So a unit notes the stream of its
-// nodes, or none while they differ, and a forward on that stream does not look
-// at them. Nodes of CPU units have no stream.
+// current when the node was made. Where that is not the step's stream, each
+// gradient makes both wait (Note [Stream of a step]), and a capture fails. So
+// if a step runs on another stream than the steps before (a capture does), its
+// nodes are made anew. An older graph that still has them keeps them, with
+// their hooks, until a forward finds that graph gone. So a unit notes the
+// stream of its nodes, or none while they differ, and a forward on that stream
+// does not look at them. Nodes of CPU units have no stream.
 std::optional<c10::Stream> current_stream(const Unit &unit) {
   if (unit.device.is_cpu()) return std::nullopt;
   return c10::impl::VirtualGuardImpl(unit.device.type()).getStream(unit.device);
@@ -405,7 +408,7 @@ void take_assigned_grads(Engine &engine) {
       if (!grad.defined()) continue;
       fsdp_grad handed = {};
       handed.param = static_cast<int64_t>(i);
-      const std::lock_guard<std::mutex> lock(engine.mutex);
+      const EngineCall call(engine);
       add_grad(*unit, handed, std::move(grad));
     }
   }

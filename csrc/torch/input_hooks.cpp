@@ -29,6 +29,7 @@
 
 #include "torch/bridge.h"
 #include "torch/guard.hpp"
+#include "torch/step_stream.hpp"
 #include "torch/unit.hpp"
 
 namespace fsdp_torch {
@@ -71,7 +72,7 @@ struct InputCall {
     const Unit &unit = *handle->unit;
     const std::shared_ptr<Engine> engine = unit.engine;
     if (fsdp_unit_pending_grads(unit.core) == 1) follow_reductions(*engine);
-    const std::lock_guard<std::mutex> lock(engine->mutex);
+    const EngineCall call(*engine);
     const int64_t begin_ns = engine->begin_span();
     FSDP_LOCAL_ERROR(error);
     if (fsdp_unit_inputs_ready(unit.core, &error) != FSDP_OK) {

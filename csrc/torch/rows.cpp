@@ -34,6 +34,7 @@
 
 #include "torch/bridge.h"
 #include "torch/guard.hpp"
+#include "torch/step_stream.hpp"
 #include "torch/unit.hpp"
 
 namespace fsdp_torch {
@@ -54,6 +55,7 @@ void adopt_local(Unit &unit, Param &param, size_t index) {
                     param.sharded.scalar_type()));
   }
   if (local.numel() > 0) param.sharded.copy_(local);
+  record_current_stream(local);
   local.unsafeGetTensorImpl()->shallow_copy_from(
       param.sharded.getIntrusivePtr());
   unit.shard_was_written = true;
@@ -171,6 +173,7 @@ bool take_sharded_grad(Unit &unit, Param &param) {
             param.sharded.key_set(), segment.grad, param.sharded.sizes(),
             segment.grad_shard.storage_offset() + param.in_shard.begin)
       .copy_(shown.user_grad);
+  record_current_stream(shown.user_grad);
   return true;
 }
 
@@ -417,7 +420,7 @@ int fsdp_torch_unit_show_kept(fsdp_torch_unit *unit, bool shows) noexcept {
   fsdp_status status = FSDP_OK;
   {
     const pybind11::gil_scoped_release no_gil;
-    const std::lock_guard<std::mutex> lock(engine->mutex);
+    const fsdp_torch::EngineCall call(*engine);
     engine->recover();
     status = fsdp_engine_show_kept(engine->core, shows, &error);
   }

@@ -21,6 +21,7 @@
 #include "torch/objects.hpp"
 #include "torch/port/host_memory.hpp"
 #include "torch/port/transports.hpp"
+#include "torch/step_stream.hpp"
 
 namespace fsdp_torch {
 namespace {
@@ -246,6 +247,7 @@ void fill_shards(Unit &unit, const fsdp_torch_unit_options &options) {
           .shard.slice(0, param.in_shard.begin, param.in_shard.end)
           .copy_(tensor.detach().reshape({-1}).slice(0, param.in_param.begin,
                                                      param.in_param.end));
+      record_current_stream(tensor);
     }
     unit.params.push_back(std::move(param));
   }

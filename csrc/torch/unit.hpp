@@ -56,6 +56,8 @@ struct Engine {
   }
 
   std::mutex mutex;
+  // None yet, or a device without streams. With the lock; step_stream.cpp
+  std::optional<c10::Stream> step_stream;
   Provider provider;
   fsdp_engine *core = nullptr;
   // Owned until the recording is taken; null: none was started. The core writes

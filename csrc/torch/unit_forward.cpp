@@ -6,11 +6,10 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-#include <mutex>
-
 #include "torch/bridge.h"
 #include "torch/guard.hpp"
 #include "torch/offload.hpp"
+#include "torch/step_stream.hpp"
 #include "torch/unit.hpp"
 
 using fsdp_torch::Engine;
@@ -77,7 +76,7 @@ fsdp_status fsdp_torch_unit_pre_forward(fsdp_torch_unit *unit,
     Unit &self = *unit->self;
     if (!self.engine) return fsdp_unit_pre_forward(self.core, false, error);
     fsdp_torch::await_end_of_backward(*self.engine);
-    const std::lock_guard<std::mutex> lock(self.engine->mutex);
+    const fsdp_torch::EngineCall call(*self.engine);
     self.engine->recover();
     const bool in_backward = is_recomputation(*self.engine);
     if (!in_backward) {
@@ -103,7 +102,7 @@ fsdp_status fsdp_torch_unit_post_forward(fsdp_torch_unit *unit,
                                          fsdp_error *error) {
   GUARDED(error) {
     Unit &self = *unit->self;
-    const std::lock_guard<std::mutex> lock(self.engine->mutex);
+    const fsdp_torch::EngineCall call(*self.engine);
     const bool in_backward = is_recomputation(*self.engine);
     fsdp_torch::show_hidden_grads(self);
     if (self.engine->offload) self.engine->offload->leave(self);
@@ -116,7 +115,7 @@ void fsdp_torch_unit_abandon_forward(fsdp_torch_unit *unit,
                                      const char *reason) noexcept {
   Unit &self = *unit->self;
   if (!self.engine) return;
-  const std::lock_guard<std::mutex> lock(self.engine->mutex);
+  const fsdp_torch::EngineCall call(*self.engine);
   if (!self.engine->has_abort_reason) {
     try {  // a unit around this one knows no better
       self.engine->publish_abort_reason("left forward of unit '" + self.name +
@@ -133,7 +132,7 @@ fsdp_status fsdp_torch_unit_unshard(fsdp_torch_unit *unit, fsdp_error *error) {
   GUARDED(error) {
     Unit &self = *unit->self;
     if (!self.engine) return fsdp_unit_unshard(self.core, error);
-    const std::lock_guard<std::mutex> lock(self.engine->mutex);
+    const fsdp_torch::EngineCall call(*self.engine);
     self.engine->recover();
     return fsdp_unit_unshard(self.core, error);
   };
@@ -144,7 +143,7 @@ fsdp_status fsdp_torch_unit_wait_unshard(fsdp_torch_unit *unit,
   GUARDED(error) {
     Unit &self = *unit->self;
     if (!self.engine) return fsdp_unit_wait_unshard(self.core, error);
-    const std::lock_guard<std::mutex> lock(self.engine->mutex);
+    const fsdp_torch::EngineCall call(*self.engine);
     fsdp_torch::follow_requires_grad(self);
     const fsdp_status status = fsdp_unit_wait_unshard(self.core, error);
     // The parameters may be used outside the unit's own forward.
@@ -157,7 +156,7 @@ fsdp_status fsdp_torch_unit_reshard(fsdp_torch_unit *unit, fsdp_error *error) {
   GUARDED(error) {
     Unit &self = *unit->self;
     if (!self.engine) return FSDP_OK;  // it is sharded
-    const std::lock_guard<std::mutex> lock(self.engine->mutex);
+    const fsdp_torch::EngineCall call(*self.engine);
     self.engine->recover();
     return fsdp_unit_reshard(self.core, error);
   };
@@ -171,7 +170,7 @@ fsdp_status fsdp_torch_unit_summon(fsdp_torch_unit *unit,
     fsdp_summon_options here = *options;
     here.on_host = here.on_host && !self.device.is_cpu(); /* it is there */
     if (!self.engine) return fsdp_unit_summon(self.core, &here, error);
-    const std::lock_guard<std::mutex> lock(self.engine->mutex);
+    const fsdp_torch::EngineCall call(*self.engine);
     self.engine->recover();
     const at::NoGradGuard no_grad;
     fsdp_torch::show_requires_grad(self);
@@ -184,7 +183,7 @@ fsdp_status fsdp_torch_unit_dismiss(fsdp_torch_unit *unit, bool writeback,
   GUARDED(error) {
     Unit &self = *unit->self;
     if (!self.engine) return fsdp_unit_dismiss(self.core, writeback, error);
-    const std::lock_guard<std::mutex> lock(self.engine->mutex);
+    const fsdp_torch::EngineCall call(*self.engine);
     const at::NoGradGuard no_grad;
     return fsdp_unit_dismiss(self.core, writeback, error);
   };

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "torch/guard.hpp"
+#include "torch/step_stream.hpp"
 #include "torch/unit.hpp"
 
 namespace fsdp_torch {
@@ -157,6 +158,7 @@ void adopt_grad(Unit &unit, const GradPlace &place, const at::Tensor &grad) {
         c10::str("expected ", target.numel(), " elements, this rank's shard"));
   }
   target.copy_(grad.detach().reshape(target.sizes()));
+  record_current_stream(grad);
 }
 
 bool lies_over(const at::Tensor &tensor, const StoragePtr &storage) {

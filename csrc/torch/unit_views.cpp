@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "torch/guard.hpp"
+#include "torch/step_stream.hpp"
 #include "torch/unit.hpp"
 
 namespace fsdp_torch {
@@ -65,6 +66,7 @@ void write_back(const Unit &unit, const Param &param, const at::Tensor &view,
                     "or ",
                     numel, " (all of it)"));
   }
+  record_current_stream(value);
 }
 
 // FSDP_VIEW_SHARDED: the flat parameters, which the optimizer steps.
@@ -84,6 +86,7 @@ void write_back_flat_params(Unit &unit) {
     }
     wait_for_uploads(unit);
     segment.shard.copy_(value.reshape({-1}));
+    record_current_stream(value);
     segment.flat_param.unsafeGetTensorImpl()->shallow_copy_from(
         segment.shard.getIntrusivePtr());
     unit.shard_was_written = true;

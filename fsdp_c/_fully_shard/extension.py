@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp_c._torch_compat import preserved_version
 from fsdp_c._units.cuts import local_of, with_memory
+from fsdp_c._units.device import note_use
 
 # The stages of csrc/torch/bridge.h.
 GATHER, SHOW, FREE = range(3)
@@ -158,19 +159,13 @@ class Extension:
 
     def _free(self) -> None:
         for tensor in (*self._outputs, *self._inner):
-            _note_use(tensor)
+            note_use(tensor)
             tensor.untyped_storage().resize_(0)
         # Computation may still read it, such as the scale of float8.
         metadata, self._metadata = self._metadata, None
         for leaf in tree_leaves(metadata):
             if isinstance(leaf, Tensor):
-                _note_use(leaf)
-
-
-def _note_use(tensor: Tensor) -> None:
-    """Let the allocator reuse it when the current stream has come here."""
-    if tensor.device.type != "cpu":
-        tensor.record_stream(torch.accelerator.current_stream())
+                note_use(leaf)
 
 
 def _as_plain(tensor: Tensor) -> Tensor:

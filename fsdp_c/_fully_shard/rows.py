@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp_c._torch_compat import is_cut, is_strided
 from fsdp_c._units.cuts import Cut, as_dtensor, local_of
+from fsdp_c._units.device import note_use
 
 
 def own_rows(param: Tensor, dim: int, rank: int, world_size: int) -> Tensor:
@@ -48,6 +49,7 @@ def shard_param(
     sharded = nn.Parameter(dtensor, param.requires_grad)
     if not is_traceable_wrapper_subclass(whole):  # which keeps its tensors there
         vars(sharded).update(vars(param))
+        note_use(whole)  # its module lets it go
     return sharded
 
 

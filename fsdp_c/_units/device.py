@@ -72,6 +72,12 @@ def wait_for_uploads(modules: Iterable[Any]) -> None:
     )
 
 
+def note_use(tensor: torch.Tensor) -> None:
+    """Let its memory be reused when the current stream has come here, not before."""
+    if tensor.device.type not in ("cpu", "meta"):
+        tensor.record_stream(torch.accelerator.current_stream())
+
+
 def synchronize(devices: Iterable[torch.device]) -> None:
     """Wait for all work on devices; the host is one without."""
     for device in set(devices) - {CPU}:

@@ -227,6 +227,21 @@ def test_after_steps_on_the_default_stream() -> None:
 
 
 @distributed(world_size=2, device="sim")
+def test_after_a_graph_of_the_default_stream() -> None:
+    """A graph that kept the nodes of its stream in the first steps of a warm-up."""
+    plain, mine = (shard("orig_params", copy.deepcopy(m)) for m in [network()] * 2)
+    plain_step = step_of(plain, adamw(plain))
+    optimizer = adamw(mine)
+    step = fsdp_c.capture_step(step_of(mine, optimizer), mine, optimizer, warmup=2)
+    graph = mine(torch.randn(4, DIM))
+    for number, (x, y) in enumerate(batches(4)):
+        if number == 1:
+            del graph
+        assert torch.equal(step(x, y).cpu(), plain_step(x, y).cpu())
+    assert step.is_captured
+
+
+@distributed(world_size=2, device="sim")
 def test_memory_of_a_capture() -> None:
     model = shard("orig_params", network())
     step = captured(model)

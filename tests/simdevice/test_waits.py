@@ -4,10 +4,8 @@ Each body goes wrong, for some of its seeds, when the wait that it names is take
 out (docs/internals/simdevice.md).
 """
 
-import contextlib
 import copy
 import itertools
-from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -51,56 +49,6 @@ def test_written_by_the_first_rank(rank: int) -> None:
             seen = [param.detach() + 0 for param in model.parameters()]
             for each in seen:
                 assert set(each.flatten().tolist()) == {expected}
-
-
-def check_steps(seed: int, is_on_stream: Sequence[bool], graph_until: int = 0) -> None:
-    """Step on the current stream or another; compare the gradients.
-
-    The graph of the first step lives until the step ``graph_until``, from which on
-    gradients are compared.
-    """
-    native().set_schedule(seed, 1.0)
-    reference = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(3)))
-    layers = [fsdp(copy.deepcopy(each), use_orig_params=True) for each in reference]
-    model = fsdp(nn.Sequential(*layers), use_orig_params=True)
-    stream, current = torch.Stream("sim"), torch.accelerator.current_stream()
-    kept = None
-    for step, is_other in enumerate(is_on_stream):
-        x = torch.randn(4, DIM)
-        stream.wait_stream(current)
-        with stream if is_other else contextlib.nullcontext():
-            if step == graph_until:
-                kept = None
-            loss = model(x).square().mean()
-            if step == 0 < graph_until:
-                kept = loss
-            loss.backward(retain_graph=kept is not None)
-            del loss  # with its graph
-        current.wait_stream(stream)
-        reference(x).square().mean().backward()
-        with FSDP.summon_full_params(model, with_grads=True):
-            pairs = zip(model.parameters(), reference.parameters(), strict=True)
-            for mine, theirs in pairs if step >= graph_until else ():
-                torch.testing.assert_close(
-                    mine.grad, theirs.grad, msg=f"seed {seed}, step {step}"
-                )
-        model.zero_grad()
-        reference.zero_grad()
-
-
-@distributed(world_size=2, device="sim")
-def test_steps_on_changing_streams() -> None:
-    # hooks.cpp, Note [Streams of accumulators]: a reduction waits for gradients
-    # that come on the stream of this step, not on one of a step before.
-    for seed in range(NUM_SEEDS):
-        check_steps(seed, [True, False, True, False])
-
-
-@distributed(world_size=2, device="sim")
-def test_streams_after_an_older_graph() -> None:
-    # Likewise when an older graph, which kept the nodes of its stream, is gone.
-    for seed in range(NUM_SEEDS):
-        check_steps(seed, [False, True, True, True], graph_until=2)
 
 
 @distributed(world_size=2, device="sim")

@@ -1,0 +1,58 @@
+// The stream of a step, and calls into the engine, which run on it.
+//
+// Note [Stream of a step]
+// The core takes COMPUTE for one lane of work, and the provider takes the
+// current stream for COMPUTE. The user's code is not bound to one stream: a
+// module may run on a side stream, autograd runs a node on the stream of its
+// forward, AccumulateGrad on the one where it was made (by an older graph,
+// perhaps), and the end of backward on the stream of who called backward().
+//
+// So a step has one stream: the one that is current when it begins, with the
+// outermost forward or with the first gradient of a backward. Each call of the
+// engine runs on it. Where the caller's stream is another one, the step's waits
+// for it before the call: for inputs, gradients and the last use of parameters.
+// The caller's waits for the step's after the call: for gathered parameters and
+// reduced gradients. A call on the step's own stream costs a comparison.
+//
+// Between steps the stream of the next call takes over, after it has waited for
+// the one before. A capture must not wait for work from outside it; it begins
+// and ends with the host waiting for the device, so it needs not.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
+#include <c10/core/StreamGuard.h>
+
+#include <mutex>
+#include <optional>
+
+namespace fsdp_torch {
+
+struct Engine;
+
+// Holds the engine's lock, and has the step's stream as the current one.
+class EngineCall {
+ public:
+  // Waits for the lock only. What a device refuses to order, it refuses to the
+  // core's next call, too, which says so.
+  explicit EngineCall(Engine &engine) noexcept;
+  ~EngineCall();
+  EngineCall(const EngineCall &) = delete;
+  EngineCall &operator=(const EngineCall &) = delete;
+
+  // The call may free the tensor, which came on the caller's stream.
+  void take(const at::Tensor &tensor) const;
+
+ private:
+  std::lock_guard<std::mutex> lock_;
+  std::optional<c10::StreamGuard> guard_;  // the caller's stream is another one
+};
+
+// For a tensor that the engine copies and lets go: its memory, which may belong
+// to another stream, is not used again before the current one has read it.
+void record_current_stream(const at::Tensor &tensor);
+
+// The next step waits for no earlier one: the host will have. With the lock.
+void forget_step_stream(Engine &engine) noexcept;
+
+}  // namespace fsdp_torch

@@ -1,0 +1,284 @@
+"""Note [Stream of a step] in step_stream.hpp: steps on several streams.
+
+Each body waits where the unsharded model would need it, and nowhere else.
+"""
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import fsdp_c
+from helpers.distributed import distributed
+from helpers.impl import FSDP, fsdp
+from simdevice.device import native
+
+NUM_SEEDS = 8
+NUM_STEPS = 3
+NUM_LAYERS = 4
+DIM = 24
+WORLD_SIZE = 2
+ROWS = 4  # of a rank's batch
+WRAPPERS = ("original", "flat", "fully_shard")
+
+
+class Branches(nn.Module):
+    """Two outputs, of which ``stream`` makes the second."""
+
+    stream: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        weights = (torch.randn(DIM, DIM) / DIM**0.5 for _ in range(2))
+        self.weights = nn.ParameterList(weights)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        current = torch.accelerator.current_stream()
+        stream = current if self.stream is None else self.stream
+        stream.wait_stream(current)
+        x.record_stream(stream)
+        with stream:
+            second = x @ self.weights[1]
+        current.wait_stream(stream)
+        second.record_stream(current)
+        return x @ self.weights[0], second
+
+
+class Joined(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = Branches()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self.branches(x)
+        return torch.tanh(first + second)
+
+
+def chain(layer: Callable[[], nn.Module]) -> nn.Sequential:
+    return nn.Sequential(*(layer() for _ in range(NUM_LAYERS)))
+
+
+def linears() -> nn.Sequential:
+    return chain(lambda: nn.Linear(DIM, DIM))
+
+
+def wrap(model: nn.Sequential, wrapper: str) -> nn.Module:
+    """Shard the model, with a unit for each layer that gathers when it is needed."""
+    if wrapper == "fully_shard":
+        for layer in model:
+            fsdp_c.fully_shard(layer)
+        return fsdp_c.fully_shard(model)
+    return fsdp(
+        model,
+        units=[nn.Linear, Branches],
+        use_orig_params=wrapper == "original",
+        backward_prefetch=None,
+    )
+
+
+def grads(model: nn.Module) -> list[torch.Tensor]:
+    """Return the gradients, whole."""
+    if isinstance(model, fsdp_c.FSDPModule):
+        return [param.grad.full_tensor() for param in model.parameters()]
+    with FSDP.summon_full_params(model, with_grads=True):
+        return [param.grad.clone() for param in model.parameters()]
+
+
+def batch(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return this rank's rows, and those of all ranks."""
+    rows = torch.randn(WORLD_SIZE * ROWS, DIM)
+    return rows[rank * ROWS :][:ROWS], rows
+
+
+def check_grads(
+    model: nn.Module,
+    reference: nn.Module,
+    batches: Sequence[torch.Tensor],
+    name: str,
+) -> None:
+    """Compare with the gradients that the batches add to those of the unsharded.
+
+    Then clear both.
+    """
+    for each in batches:
+        reference(each).square().mean().backward()
+    expected = [param.grad for param in reference.parameters()]
+    torch.testing.assert_close(grads(model), expected, msg=name)
+    model.zero_grad()
+    reference.zero_grad()
+
+
+def keep_busy() -> None:
+    """Let what the current stream does next come late."""
+    x = torch.zeros(DIM)
+    for _ in range(12):
+        x = x + 1
+
+
+# Streams of autograd's nodes --------------------------------------------------
+
+
+@distributed(world_size=WORLD_SIZE, device="sim")
+def test_gradients_on_the_stream_of_an_older_graph(rank: int) -> None:
+    for seed in range(NUM_SEEDS):
+        native().set_schedule(seed, 1.0)
+        reference = linears()
+        model = wrap(copy.deepcopy(reference), "original")
+        stream, current = torch.Stream("sim"), torch.accelerator.current_stream()
+        graph = model(batch(rank)[0])
+        for step in range(NUM_STEPS):
+            mine, whole = batch(rank)
+            stream.wait_stream(current)
+            with stream:
+                model(mine).square().mean().backward()
+            current.wait_stream(stream)
+            check_grads(model, reference, [whole], f"seed {seed}, step {step}")
+        del graph
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("is_one", [False, True], ids=["backwards", "one_backward"])
+@distributed(world_size=WORLD_SIZE, device="sim")
+def test_forwards_on_two_streams(rank: int, is_one: bool) -> None:
+    for seed in range(NUM_SEEDS):
+        native().set_schedule(seed, 1.0)
+        reference = linears()
+        model = wrap(copy.deepcopy(reference), "original")
+        streams = [torch.Stream("sim") for _ in range(2)]
+        current = torch.accelerator.current_stream()
+        for step in range(NUM_STEPS):
+            batches = [batch(rank) for _ in streams]
+            losses = []
+            for stream, (mine, _) in zip(streams, batches, strict=True):
+                stream.wait_stream(current)
+                with stream:
+                    losses.append(model(mine).square().mean())
+            for stream in streams:
+                current.wait_stream(stream)
+            for loss in [torch.stack(losses).sum()] if is_one else losses:
+                loss.backward()
+            wholes = [whole for _, whole in batches]
+            check_grads(model, reference, wholes, f"seed {seed}, step {step}")
+
+
+@distributed(world_size=WORLD_SIZE, device="sim")
+def test_outputs_of_a_unit_on_two_streams(rank: int) -> None:
+    for seed in range(NUM_SEEDS):
+        native().set_schedule(seed, 1.0)
+        reference = chain(Joined)
+        model = wrap(copy.deepcopy(reference), "original")
+        stream = torch.Stream("sim")
+        for module in model.modules():
+            if isinstance(module, Branches):
+                module.stream = stream
+        for step in range(NUM_STEPS):
+            mine, whole = batch(rank)
+            model(mine).square().mean().backward()
+            check_grads(model, reference, [whole], f"seed {seed}, step {step}")
+
+
+@distributed(world_size=WORLD_SIZE, device="sim")
+def test_steps_on_changing_streams(rank: int) -> None:
+    """Backward is called on the default stream, where the gradients are read."""
+    for seed in range(NUM_SEEDS):
+        native().set_schedule(seed, 1.0)
+        reference = linears()
+        model = wrap(copy.deepcopy(reference), "original")
+        stream, current = torch.Stream("sim"), torch.accelerator.current_stream()
+        for step in range(2 * NUM_STEPS):
+            mine, whole = batch(rank)
+            stream.wait_stream(current)
+            with current if step % 2 else stream:
+                loss = model(mine).square().mean()
+            current.wait_stream(stream)
+            loss.backward()
+            check_grads(model, reference, [whole], f"seed {seed}, step {step}")
+
+
+# Memory of another stream -----------------------------------------------------
+
+
+@contextlib.contextmanager
+def another_stream() -> Iterator[None]:
+    """Run the body on a stream on which the work is late; the current one waits."""
+    stream, current = torch.Stream("sim"), torch.accelerator.current_stream()
+    stream.wait_stream(current)
+    with stream:
+        keep_busy()
+        yield
+    current.wait_stream(stream)
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@distributed(world_size=WORLD_SIZE, device="sim")
+def test_wrapping_on_another_stream_than_the_parameters(wrapper: str) -> None:
+    for seed in range(NUM_SEEDS):
+        native().set_schedule(seed, 1.0)
+        reference = linears()
+        model: nn.Module = copy.deepcopy(reference)
+        x = torch.randn(ROWS, DIM)
+        with another_stream():
+            model = wrap(model, wrapper)
+            found = model(x)
+        torch.testing.assert_close(found, reference(x), msg=f"seed {seed}")
+
+
+@distributed(world_size=WORLD_SIZE, device="sim")
+def test_first_step_on_another_stream_than_fully_shard() -> None:
+    for seed in range(NUM_SEEDS):
+        native().set_schedule(seed, 1.0)
+        reference = linears()
+        model = wrap(copy.deepcopy(reference), "fully_shard")
+        x = torch.randn(ROWS, DIM)
+        with another_stream():
+            found = model(x)
+        torch.testing.assert_close(found, reference(x), msg=f"seed {seed}")
+
+
+def replace_params(model: nn.Module, factor: float) -> None:
+    """Let this rank's parts of the parameters have new memory."""
+    for param in model.parameters():
+        mine: Any = param
+        if isinstance(param, DTensor):
+            mine = param._local_tensor
+        mine.data = mine.data * factor
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@distributed(world_size=WORLD_SIZE, device="sim")
+def test_step_on_another_stream_than_new_parameters(wrapper: str) -> None:
+    for seed in range(NUM_SEEDS):
+        native().set_schedule(seed, 1.0)
+        reference = linears()
+        model = wrap(copy.deepcopy(reference), wrapper)
+        x = torch.randn(ROWS, DIM)
+        model(x)
+        for each in (model, reference):
+            replace_params(each, 0.5)
+        with another_stream():
+            found = model(x)
+        torch.testing.assert_close(found, reference(x), msg=f"seed {seed}")
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@distributed(world_size=WORLD_SIZE, device="sim")
+def test_backward_on_another_stream_than_new_gradients(wrapper: str) -> None:
+    for seed in range(NUM_SEEDS):
+        native().set_schedule(seed, 1.0)
+        reference = linears()
+        model = wrap(copy.deepcopy(reference), wrapper)
+        x = torch.randn(ROWS, DIM)
+        for each in (model, reference):
+            for param in each.parameters():
+                param.grad = torch.ones_like(param)
+        with another_stream():
+            model(x).square().mean().backward()
+        check_grads(model, reference, [x], f"seed {seed}")
