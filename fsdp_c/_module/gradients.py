@@ -27,6 +27,20 @@ from fsdp_c._units.params import unsharded_params
 class GradientMethods(Attributes):
     """FSDP1's methods about gradients."""
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, also those that are on no registered parameter.
+
+        Between a forward and its backward whole DTensors may stand in the place of
+        tensor parallel parameters, which keep the gradients meanwhile.
+        """
+        super().zero_grad(set_to_none)
+        for each in sharded_modules(self):
+            for param in each._sharded.originals.parallel.cuts:
+                if set_to_none or param.grad is None:
+                    param.grad = None
+                else:
+                    param.grad.detach().zero_()
+
     @contextmanager
     def no_sync(self, *, sharded: bool = False) -> Iterator[None]:
         """Let backward accumulate gradients without reducing them to the mean.

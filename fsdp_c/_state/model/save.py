@@ -88,15 +88,6 @@ def check_tree(module: ShardedModule, method: str) -> list[ShardedModule]:
     """
     ensure_engine(module)
     modules = list(sharded_modules(module))
-    owned = {use.param for each in modules for use in each._sharded.uses}
-    for name, param in module.wrapped.named_parameters():
-        unit_name = sharding_unit(param)
-        if unit_name is not None and param not in owned and not is_flat_param(param):
-            raise RuntimeError(
-                f"parameter {name!r} of unit {module._sharded.name!r} is shared with "
-                f"modules outside it, and sharded by unit {unit_name!r}: save or load "
-                "the state dict of a module that contains both"
-            )
     for each in modules:
         if each.is_in_step:
             raise RuntimeError(
@@ -106,6 +97,15 @@ def check_tree(module: ShardedModule, method: str) -> list[ShardedModule]:
             )
         each._sharded.originals.check()
         each._sharded.unit.show_kept(False)
+    owned = {use.param for each in modules for use in each._sharded.uses}
+    for name, param in module.wrapped.named_parameters():
+        unit_name = sharding_unit(param)
+        if unit_name is not None and param not in owned and not is_flat_param(param):
+            raise RuntimeError(
+                f"parameter {name!r} of unit {module._sharded.name!r} is shared with "
+                f"modules outside it, and sharded by unit {unit_name!r}: save or load "
+                "the state dict of a module that contains both"
+            )
     return modules
 
 
