@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp.api import ShardingStrategy, StateDictType
 
-from fsdp_c._engines.engine import ensure_engine
+from fsdp_c._engines.engine import ensure_engine, shards_shown
 from fsdp_c._engines.summon import summoned
 from fsdp_c._state.forms import Form, Saving, save_tensors
 from fsdp_c._state.kinds import follow_mesh
@@ -139,8 +139,7 @@ def save(
         if isinstance(each, ShardedModule)
     }
     with torch.no_grad(), ExitStack() as stack:
-        # A loss that is there already may use them.
-        stack.callback(module._sharded.unit.show_kept, True)
+        stack.enter_context(shards_shown(module))
         exchanging = []
         for each in modules:
             originals = each._sharded.originals
