@@ -297,6 +297,16 @@ void close_rows(Engine &engine, bool has_failed) {
   }
 }
 
+int show_kept_parallel(Engine &engine) {
+  for (const Unit *unit : engine.units) {
+    if (unit->face.context == nullptr || unit->is_by_rows) continue;
+    if (unit->face.show(unit->face.context, shown_at_rest(*unit)) < 0) {
+      return -1;
+    }
+  }
+  return 0;
+}
+
 void close_failed_rows(Engine &engine) {
   if (!engine.shows_plain || Py_IsInitialized() == 0) return;
   const pybind11::gil_scoped_acquire gil;
@@ -375,6 +385,14 @@ fsdp_torch_shown fsdp_torch_unit_shown_after_forward(
   return fsdp_torch::shown_at_rest(*unit->self);
 }
 
+int fsdp_torch_unit_follow_end_of_forward(fsdp_torch_unit *unit) noexcept {
+  const auto &engine = unit->self->engine;
+  if (!engine || !engine->shows_kept || fsdp_engine_in_forward(engine->core)) {
+    return 0;
+  }
+  return fsdp_torch::show_kept_parallel(*engine);
+}
+
 int fsdp_torch_unit_hide_kept(fsdp_torch_unit *unit) noexcept {
   const auto &engine = unit->self->engine;
   if (engine && engine->shows_plain) {
@@ -410,12 +428,13 @@ void fsdp_torch_unit_set_watch(fsdp_torch_unit *unit,
 
 int fsdp_torch_unit_show_kept(fsdp_torch_unit *unit, bool shows) noexcept {
   const auto &engine = unit->self->engine;
-  if (!engine ||
-      (shows ? engine->has_faces : !fsdp_engine_shows_kept(engine->core))) {
+  if (!engine || fsdp_engine_in_forward(engine->core) ||
+      fsdp_engine_in_backward(engine->core)) {
     return 0;
   }
   HANDLE_TH_ERRORS
   if (!shows && fsdp_torch_unit_hide_kept(unit) < 0) return -1;
+  if (!shows && !fsdp_engine_shows_kept(engine->core)) return 0;
   FSDP_LOCAL_ERROR(error);
   fsdp_status status = FSDP_OK;
   {
@@ -425,7 +444,7 @@ int fsdp_torch_unit_show_kept(fsdp_torch_unit *unit, bool shows) noexcept {
     status = fsdp_engine_show_kept(engine->core, shows, &error);
   }
   if (status != FSDP_OK) fsdp_torch::throw_error(error);
-  return 0;
+  return shows ? fsdp_torch::show_kept_parallel(*engine) : 0;
   END_HANDLE_TH_ERRORS_RET(-1)
 }
 

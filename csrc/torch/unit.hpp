@@ -366,6 +366,9 @@ void check_left_shown(Engine &engine);
 // hooks.cpp. Takes gradients that were put on plain parameters; throws where
 // that was not possible (Note [Split backward]).
 void take_assigned_grads(Engine &engine);
+// Registers in tensor parallel units what they keep for a backward, and plain
+// parameters in those that keep nothing. GIL. 0, or -1 with an exception.
+int show_kept_parallel(Engine &engine);
 // close_rows, if the engine is aborted: after a backward that raised.
 void close_failed_rows(Engine &engine);
 // engine_groups.cpp. Where a device thread of autograd ran a backward that

@@ -244,6 +244,16 @@ fsdp_status take_params(void * /*context*/, void *owner, fsdp_view view,
   };
 }
 
+// Version counters only grow: their sum tells whether any of them did. Those of
+// a DTensor and of its local tensor are their own.
+int64_t version_of(const Param &param) {
+  int64_t sum = param.tensor._version();
+  if (param.parallel_local.defined()) {
+    sum += param.parallel._version() + param.parallel_local._version();
+  }
+  return sum;
+}
+
 fsdp_status take_writes(void * /*context*/, void *owner, bool in_backward,
                         fsdp_error *error) {
   GUARDED(error) {
@@ -255,7 +265,7 @@ fsdp_status take_writes(void * /*context*/, void *owner, bool in_backward,
           unit.segments[static_cast<size_t>(param.segment)];
       const bool is_ours = is_over(param.tensor, segment.unsharded.get()) ||
                            is_over(param.tensor, segment.full.get());
-      if (is_ours && param.tensor._version() == param.marked_version) continue;
+      if (is_ours && version_of(param) == param.marked_version) continue;
       if (!is_ours && in_backward) refuse_change(unit, c10::str(i));
       const at::NoGradGuard no_grad;
       write_back(unit, param, param.sharded, i);
@@ -265,11 +275,10 @@ fsdp_status take_writes(void * /*context*/, void *owner, bool in_backward,
   };
 }
 
-// Version counters only grow: their sum tells whether any of them did.
 uint64_t sum_of_versions(const Unit &unit) {
   uint64_t sum = 0;
   for (const Param &param : unit.params) {
-    sum += param.tensor._version();
+    sum += static_cast<uint64_t>(version_of(param));
     const at::Tensor &local = param.sharded_param.local;
     if (local.defined()) sum += local._version();
   }
@@ -283,7 +292,7 @@ void mark_params(void * /*context*/, void *owner) {
   Unit &unit = unit_of(owner);
   unit.marked_version = sum_of_versions(unit);
   for (Param &param : unit.params) {
-    param.marked_version = param.tensor._version();
+    param.marked_version = version_of(param);
   }
 }
 

@@ -14,7 +14,8 @@ rank that leaves the order of its first iteration warns.
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -73,6 +74,20 @@ def ensure_engine(module: ShardedModule) -> _native.Engine:
             listener(module)
     assert module._running is not None
     return module._running.engine
+
+
+@contextmanager
+def shards_shown(module: ShardedModule) -> Iterator[None]:
+    """Show shards, for a while, where a forward has left whole parameters.
+
+    A loss that is there already may use those, so they are shown again.
+    """
+    unit = module._sharded.unit
+    unit.show_kept(False)
+    try:
+        yield
+    finally:
+        unit.show_kept(True)
 
 
 def release_engine(module: ShardedModule) -> None:

@@ -22,6 +22,7 @@ def _summon(
 ) -> None:
     """Show the whole parameters of one unit until ``stack`` is left."""
     unit = module._sharded.unit
+    unit.show_kept(False)
     unit.summon(**options)
     stack.callback(follow_summon, module)
     stack.callback(unit.dismiss, writeback)

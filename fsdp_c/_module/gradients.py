@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fsdp_c import _native
-from fsdp_c._engines.engine import ensure_engine
+from fsdp_c._engines.engine import ensure_engine, shards_shown
 from fsdp_c._engines.optimizer_in_backward import (
     adopt_in_backward_optimizers,
     check_no_optimizer,
@@ -26,6 +26,23 @@ from fsdp_c._units.params import unsharded_params
 
 class GradientMethods(Attributes):
     """FSDP1's methods about gradients."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, also those that are on no registered parameter.
+
+        Between a forward and its backward whole DTensors may stand in the place of
+        tensor parallel parameters, which keep the gradients meanwhile.
+
+        Args:
+            set_to_none: False: fill them with zeros instead.
+        """
+        super().zero_grad(set_to_none)
+        for each in sharded_modules(self):
+            for param in each._sharded.originals.parallel.cuts:
+                if set_to_none or param.grad is None:
+                    param.grad = None
+                else:
+                    param.grad.detach().zero_()
 
     @contextmanager
     def no_sync(self, *, sharded: bool = False) -> Iterator[None]:
@@ -143,17 +160,17 @@ class GradientMethods(Attributes):
             each._sharded.originals.check()
             adopt_in_backward_optimizers(unit_of(each))
         check_no_optimizer(self, "clip_grad_norm_()")
-        held = [p for p in self.parameters() if p.requires_grad and p.numel() > 0]
-        if held and all(param.grad is None for param in held):
-            warnings.warn(
-                f"clip_grad_norm_() was called on rank {self.rank} with no gradients "
-                f"-- returning the total norm in the default dtype {torch.float32}: "
-                "call it after backward",
-                stacklevel=2,
-            )
-        unsharded = (param for _, param in unsharded_params(self, frozenset()))
-        others = [param for param in unsharded if param.grad is not None]
-        with torch.no_grad():
+        with shards_shown(self), torch.no_grad():
+            held = [p for p in self.parameters() if p.requires_grad and p.numel() > 0]
+            if held and all(param.grad is None for param in held):
+                warnings.warn(
+                    f"clip_grad_norm_() was called on rank {self.rank} with no "
+                    "gradients -- returning the total norm in the default dtype "
+                    f"{torch.float32}: call it after backward",
+                    stacklevel=2,
+                )
             if any(each._sharded.originals.parallel for each in sharded_modules(self)):
                 return clip_parallel(find_parts(self).values(), limit, power)
+            unsharded = (param for _, param in unsharded_params(self, frozenset()))
+            others = [param for param in unsharded if param.grad is not None]
             return ensure_engine(self).clip_grad_norm(others, limit, power)

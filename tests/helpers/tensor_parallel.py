@@ -217,6 +217,15 @@ def two_meshes(num_dp: int, num_tp: int) -> tuple[DeviceMesh, DeviceMesh]:
     return mesh["dp"], mesh["tp"]
 
 
+def replicated_meshes(
+    num_replicas: int, num_dp: int, num_tp: int
+) -> tuple[DeviceMesh, DeviceMesh]:
+    """Return the (replicate, shard) part and the tensor parallel one of one mesh."""
+    names = ("replicas", "dp", "tp")
+    mesh = kept_mesh((num_replicas, num_dp, num_tp), names)
+    return mesh["replicas", "dp"], mesh["tp"]
+
+
 def shard_blocks(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Any:
     """Call ``fully_shard`` on the blocks, then on the model."""
     for module in model.modules():
@@ -278,13 +287,20 @@ class ParallelFlat(Differential):
         num_dp: int,
         num_tp: int,
         *,
+        num_replicas: int | None = None,
         build: Callable[[], nn.Module] = ParallelModel,
         optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = sgd,
         use_orig_params: bool = True,
         **options: Any,
     ) -> None:
-        """Build both; ``options`` go to the constructor."""
-        self.dp, self.tp = two_meshes(num_dp, num_tp)
+        """Build both; ``options`` go to the constructor.
+
+        With ``num_replicas`` the data parallel mesh is (replicate, shard).
+        """
+        if num_replicas is None:
+            self.dp, self.tp = two_meshes(num_dp, num_tp)
+        else:
+            self.dp, self.tp = replicated_meshes(num_replicas, num_dp, num_tp)
         super().__init__(
             lambda: build().double(),
             lambda model: FullyShardedDataParallel(
@@ -299,7 +315,8 @@ class ParallelFlat(Differential):
             optimizer=optimizer,
             tolerance=1e-8,
         )
-        self.rank, self.world_size = self.dp.get_local_rank(), num_dp
+        self.world_size = self.dp.size()
+        self.rank = int((self.dp.mesh == dist.get_rank()).flatten().nonzero())
 
     def gather(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return whole parameters and gradients, from summoned DTensors."""

@@ -474,6 +474,27 @@ FAULTS = (
         skip("show(param, param.sharded);"),
         "test_summon.py",
     ),
+    bridge_fault(
+        "kept DTensors stay registered where shards show",
+        "fsdp_torch_unit_show_kept",
+        ("!shows && fsdp_torch_unit_hide_kept(unit) < 0", "!MUTANT && OLD"),
+        "test_tensor_parallel_between_passes.py",
+    ),
+    bridge_fault(
+        "DTensors of units that keep nothing stay registered after forward",
+        "fsdp_torch_unit_follow_end_of_forward",
+        (
+            "return fsdp_torch::show_kept_parallel(*engine)",
+            "return MUTANT ? 0 : fsdp_torch::show_kept_parallel(*engine)",
+        ),
+        "test_tensor_parallel_between_passes.py",
+    ),
+    bridge_fault(
+        "a write into a kept DTensor goes unnoticed",
+        "version_of",
+        never("param.parallel_local.defined()"),
+        "test_tensor_parallel_between_passes.py",
+    ),
     # The bridge: gradients.
     bridge_fault(
         "gradients come on the stream of an earlier step",

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp.api import ShardingStrategy, StateDictType
 
-from fsdp_c._engines.engine import ensure_engine
+from fsdp_c._engines.engine import ensure_engine, shards_shown
 from fsdp_c._engines.summon import summoned
 from fsdp_c._state.forms import Form, Saving, save_tensors
 from fsdp_c._state.kinds import follow_mesh
@@ -88,15 +88,6 @@ def check_tree(module: ShardedModule, method: str) -> list[ShardedModule]:
     """
     ensure_engine(module)
     modules = list(sharded_modules(module))
-    owned = {use.param for each in modules for use in each._sharded.uses}
-    for name, param in module.wrapped.named_parameters():
-        unit_name = sharding_unit(param)
-        if unit_name is not None and param not in owned and not is_flat_param(param):
-            raise RuntimeError(
-                f"parameter {name!r} of unit {module._sharded.name!r} is shared with "
-                f"modules outside it, and sharded by unit {unit_name!r}: save or load "
-                "the state dict of a module that contains both"
-            )
     for each in modules:
         if each.is_in_step:
             raise RuntimeError(
@@ -106,6 +97,15 @@ def check_tree(module: ShardedModule, method: str) -> list[ShardedModule]:
             )
         each._sharded.originals.check()
         each._sharded.unit.show_kept(False)
+    owned = {use.param for each in modules for use in each._sharded.uses}
+    for name, param in module.wrapped.named_parameters():
+        unit_name = sharding_unit(param)
+        if unit_name is not None and param not in owned and not is_flat_param(param):
+            raise RuntimeError(
+                f"parameter {name!r} of unit {module._sharded.name!r} is shared with "
+                f"modules outside it, and sharded by unit {unit_name!r}: save or load "
+                "the state dict of a module that contains both"
+            )
     return modules
 
 
@@ -139,8 +139,7 @@ def save(
         if isinstance(each, ShardedModule)
     }
     with torch.no_grad(), ExitStack() as stack:
-        # A loss that is there already may use them.
-        stack.callback(module._sharded.unit.show_kept, True)
+        stack.enter_context(shards_shown(module))
         exchanging = []
         for each in modules:
             originals = each._sharded.originals

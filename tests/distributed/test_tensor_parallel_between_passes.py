@@ -1,0 +1,310 @@
+"""Tensor parallel models between a forward and its backward, where units are kept."""
+
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictType,
+)
+from torch.distributed.tensor import DTensor
+
+from fsdp_c import FullyShardedDataParallel as FSDP
+from helpers.distributed import distributed, varied
+from helpers.groups import groups_destroyed
+from helpers.reference import assert_same, assert_same_tensors, clean_name
+from helpers.tensor_parallel import ParallelFlat, whole_value
+
+KEEPING = ("SHARD_GRAD_OP", "NO_SHARD", "_HYBRID_SHARD_ZERO2")
+STRATEGIES = ("FULL_SHARD", "HYBRID_SHARD", *KEEPING)
+# Of masters in fp64.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "mixed": {"mixed_precision": MixedPrecision(torch.float32)},
+    "offload": {"cpu_offload": CPUOffload(True)},
+}
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=0.01)
+
+
+def make(
+    strategy: str, use_orig_params: bool = True, options: str = "plain"
+) -> ParallelFlat:
+    """Return both models after a step, with gradients."""
+    both = ParallelFlat(
+        2,
+        2,
+        num_replicas=1 if "HYBRID" in strategy else None,
+        use_orig_params=use_orig_params,
+        optimizer=adam,
+        sharding_strategy=ShardingStrategy[strategy],
+        **OPTIONS[options],
+    )
+    if options == "mixed":
+        both.tolerance = 1e-4
+    both.forward_backward()
+    both.checked_step()
+    return both
+
+
+# What is looked at there --------------------------------------------------------
+
+
+def _summon(both: ParallelFlat) -> None:
+    both.check()
+
+
+def _state_dict(both: ParallelFlat, kind: str) -> None:
+    with FSDP.state_dict_type(both.model, StateDictType[kind]):
+        state = both.model.state_dict()
+    expected = {n: p.detach() for n, p in both.reference_params.items()}
+    assert list(state) == list(expected)
+    assert all(isinstance(value, DTensor) for value in state.values())
+    found = {name: whole_value(value) for name, value in state.items()}
+    assert_same_tensors("state", found, expected, both.tolerance)
+
+
+def _full(both: ParallelFlat) -> None:
+    _state_dict(both, "FULL_STATE_DICT")
+
+
+def _sharded(both: ParallelFlat) -> None:
+    _state_dict(both, "SHARDED_STATE_DICT")
+
+
+def _optim_state(both: ParallelFlat) -> None:
+    found = FSDP.optim_state_dict(both.model, both.optimizer)["state"]
+    expected = both.reference_optimizer.state
+    assert sorted(found) == sorted(both.reference_params)
+    for name, param in both.reference_params.items():
+        for key in ("exp_avg", "exp_avg_sq"):
+            value = whole_value(found[name][key])
+            assert_same(f"{key} of {name}", value, expected[param][key], both.tolerance)
+
+
+def _clip(both: ParallelFlat) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of no gradients
+        both.clip(0.1)
+
+
+def _zero(both: ParallelFlat) -> None:
+    both.reference.zero_grad()
+    both.model.zero_grad()
+
+
+def _zero_to_zeros(both: ParallelFlat) -> None:
+    both.reference.zero_grad(set_to_none=False)
+    both.model.zero_grad(set_to_none=False)
+
+
+def _zero_of_optimizer(both: ParallelFlat) -> None:
+    both.zero_grad()
+
+
+LOOKS: dict[str, Callable[[ParallelFlat], None]] = {
+    "summon": _summon,
+    "full": _full,
+    "sharded": _sharded,
+    "optim": _optim_state,
+    "clip": _clip,
+    "zero": _zero,
+    "zeros": _zero_to_zeros,
+    "optimizer": _zero_of_optimizer,
+}
+
+
+@varied(
+    strategy=STRATEGIES,
+    use_orig_params=[True, False],
+    look=list(LOOKS),
+    options=list(OPTIONS),
+)
+@distributed(world_size=4)
+def test_backward_after_looking(
+    strategy: str, use_orig_params: bool, look: str, options: str
+) -> None:
+    """It sees whole values, and the backward is as good as before."""
+    with groups_destroyed():
+        both = make(strategy, use_orig_params, options)
+        for _ in range(2):
+            mean, loss = both.forward()
+            LOOKS[look](both)
+            mean.backward()
+            loss.backward()
+            both.check()
+        both.checked_step()
+        del mean, loss, both
+
+
+@varied(
+    strategy=STRATEGIES,
+    use_orig_params=[True, False],
+    look=["full", "sharded", "optim", "zero", "zeros", "optimizer"],
+    options=list(OPTIONS),
+)
+@distributed(world_size=4)
+def test_looking_in_no_sync(
+    strategy: str, use_orig_params: bool, look: str, options: str
+) -> None:
+    """The same between micro-batches of which only the last one is reduced."""
+    with groups_destroyed():
+        both = make(strategy, use_orig_params, options)
+        for is_quiet in (True, True, False) * 2:
+            with both.model.no_sync() if is_quiet else nullcontext():
+                mean, loss = both.forward()
+                LOOKS[look](both)
+                mean.backward()
+                loss.backward()
+            if not is_quiet:
+                both.checked_step()
+        del mean, loss, both
+
+
+# What is shown and written there ------------------------------------------------
+
+
+def _penalty(model: nn.Module) -> Tensor:
+    """Of every parameter, and not linear: a part of it gives another number."""
+    terms = [whole_value(p.square().sum()).sqrt() for p in model.parameters()]
+    return 0.1 * torch.stack([term.double() for term in terms]).sum()
+
+
+# With NO_SHARD parameters that are cast are plain there.
+SHOWN = [
+    (strategy, options)
+    for strategy in KEEPING
+    for options in OPTIONS
+    if (strategy, options) != ("NO_SHARD", "mixed")
+]
+
+
+@varied(shown=SHOWN, look=["none", "full", "zero", "clip"])
+@distributed(world_size=4)
+def test_penalty_on_weights(shown: tuple[str, str], look: str) -> None:
+    """Parameters are whole DTensors there, whose gradients count."""
+    with groups_destroyed():
+        strategy, options = shown
+        both = make(strategy, options=options)
+        for _ in range(2):
+            mean, loss = both.forward()
+            mean = mean + _penalty(both.reference)
+            loss = loss + _penalty(both.model)
+            if look != "none":
+                LOOKS[look](both)
+            mean.backward()
+            loss.backward()
+            both.check()
+        both.checked_step()
+        del mean, loss, both
+
+
+@varied(strategy=STRATEGIES, use_orig_params=[True, False], options=["plain", "mixed"])
+@distributed(world_size=4)
+def test_what_is_shown(strategy: str, use_orig_params: bool, options: str) -> None:
+    """Whole DTensors, or plain local tensors, alike in all units that are kept."""
+    with groups_destroyed():
+        both = make(strategy, use_orig_params, options)
+        modules = dict(both.model.module.named_modules())
+        names = [n for n in modules if n.endswith(("norm", "up", "head"))]
+
+        def look() -> list[Tensor]:
+            return [modules[name].weight for name in names]
+
+        assert not any(isinstance(param, DTensor) for param in look())
+        loss = both.forward()[1]
+        for param, name in zip(look(), names, strict=True):
+            assert isinstance(param, DTensor) == ((strategy, options) in SHOWN)
+            if not isinstance(param, DTensor):
+                continue
+            whole = both.reference.get_submodule(clean_name(name)).weight
+            assert param.shape == whole.shape
+            is_cast = options == "mixed"
+            assert param.dtype == (torch.float32 if is_cast else torch.float64)
+            assert param.to_local().dtype == param.dtype
+        loss.backward()
+        assert not any(isinstance(param, DTensor) for param in look())
+        del loss, both
+
+
+def _halve(model: nn.Module) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0.5)
+
+
+def _summon_and_halve(both: ParallelFlat) -> None:
+    _halve(both.reference)
+    with FSDP.summon_full_params(both.model):
+        _halve(both.model)
+
+
+def _load(both: ParallelFlat) -> None:
+    _halve(both.reference)
+    both.model.load_state_dict(
+        {n: v.detach() * 0.5 for n, v in both.model.state_dict().items()}
+    )
+
+
+def _apply(both: ParallelFlat) -> None:
+    for model in (both.reference, both.model):
+        model.apply(
+            lambda module: (
+                nn.init.ones_(module.weight)
+                if isinstance(module, nn.LayerNorm)
+                else None
+            )
+        )
+
+
+def _write(both: ParallelFlat) -> None:
+    _halve(both.reference)
+    _halve(both.model)
+
+
+def _write_locally(both: ParallelFlat) -> None:
+    _halve(both.reference)
+    with torch.no_grad():
+        for param in both.model.parameters():
+            (param.to_local() if isinstance(param, DTensor) else param).mul_(0.5)
+
+
+def _step(both: ParallelFlat) -> None:
+    both.step()
+
+
+WRITES: dict[str, Callable[[ParallelFlat], None]] = {
+    "summon": _summon_and_halve,
+    "load": _load,
+    "apply": _apply,
+    "write": _write,
+    "local": _write_locally,
+    "step": _step,
+}
+
+
+@varied(
+    strategy=STRATEGIES,
+    use_orig_params=[True, False],
+    write=list(WRITES),
+    options=list(OPTIONS),
+)
+@distributed(world_size=4)
+def test_after_a_forward_whose_loss_is_dropped(
+    strategy: str, use_orig_params: bool, write: str, options: str
+) -> None:
+    """What writes there works on the shards, and nothing is lost."""
+    with groups_destroyed():
+        both = make(strategy, use_orig_params, options)
+        both.forward()
+        WRITES[write](both)
+        both.train(2)
+        del both
