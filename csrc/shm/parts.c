@@ -173,8 +173,9 @@ static fsdp_status sum_piece(fsdp_shm *shm, const fsdp_parts *own,
     if (!*read) return FSDP_OK;
     *piece = scratch;
   }
-  /* Into scratch of another rank: this rank's part belongs to the caller. */
-  char *sum = shm->scratch + (shm->rank + 1) % shm->world_size * room;
+  /* Into scratch, also of a rank's own piece: its parts belong to the caller.
+   */
+  char *sum = shm->scratch;
   fsdp_shm_priv_sum(sum, dtype, shm->pieces, shm->world_size, numel);
   const fsdp_pack_item item = {.data = sum,
                                .dtype = dtype,

@@ -87,6 +87,26 @@ static array *make_array(int64_t rank, int64_t numel, int64_t longest) {
   return self;
 }
 
+/* Whether the parts hold what they held. */
+static bool is_unchanged(const array *self) {
+  int64_t at = 0; /* an element */
+  for (int64_t i = 0; i < self->num_parts; i++) {
+    const fsdp_part *part = &self->parts[i];
+    while (offset_of(self, at) < part->offset) at++;
+    const int32_t itemsize = dtype_at(self, at).itemsize;
+    for (int64_t j = 0; part->data != NULL && j < part->nbytes / itemsize;
+         j++) {
+      float narrow = 0;
+      double value = 0;
+      memcpy(&value, (const char *)part->data + j * itemsize, (size_t)itemsize);
+      memcpy(&narrow, &value, sizeof narrow);
+      if (itemsize == 4) value = (double)narrow;
+      if (value != self->elements[at + j]) return false;
+    }
+  }
+  return true;
+}
+
 static void free_array(array *self) {
   for (int64_t i = 0; i < self->num_parts; i++) {
     free((void *)(uintptr_t)self->parts[i].data);
@@ -156,6 +176,7 @@ static void sum_once(const shm_rank *self, fsdp_transport *transport,
                             .places = places,
                             .num_places = 2};
   CHECK_OK(reduce(transport, &parts, NULL));
+  CHECK(is_unchanged(own));
   int64_t num_wrong = 0;
   for (int64_t i = 0; i < shard_numel; i++) {
     const float half =

@@ -317,7 +317,11 @@ FAULTS = (
     shm_fault(
         "a sum of parts goes over the caller's own",
         "sum_piece",
-        ("(shm->rank + 1) % shm->world_size", "(MUTANT ? 0 : OLD)"),
+        (
+            "char *sum = shm->scratch;",
+            "char *sum = MUTANT ? (char *)(uintptr_t)shm->pieces"
+            "[fsdp_shm_priv_turn(shm, shm->rank)] : shm->scratch;",
+        ),
     ),
     shm_fault(
         "a list of parts that is too long for one read is cut",
