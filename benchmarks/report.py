@@ -68,7 +68,8 @@ x {time} bytes per rank. fsdp_c's collectives go through shared memory; with
 `FSDP_C_SHM=0` they go through gloo, as the others' do. DDP keeps the whole model and
 optimizer state on every rank. The bare model is the limit: as many processes, the
 whole model and optimizer state on every rank, no communication. Equal last losses show
-that all that communicate have trained the same model.
+that all that communicate have trained the same model. All run with a heap that keeps
+its memory ([how](../guide/faq.md#steps-on-a-cpu-vary-from-run-to-run)).
 
 {train_step}
 
@@ -121,7 +122,9 @@ and activation checkpointing, fsdp_c holds the shards, their gradients so far, t
 optimizer's state, the activations, what is accumulated, and the whole parameters of the
 root and of one block. Every implementation holds most of that, so the last column can
 fall little. Over shared memory the ranks read the shards of blocks in place, without
-unsharded parameters.
+unsharded parameters, and each other's gradients, without gradient blocks. Pages that
+are kept for the next step ([how](../internals/design.md#memory-and-kernels)) are free
+memory and do not count.
 
 torch's figures vary between runs by up to a shard of a block, probably because gloo
 frees its buffers on threads of its own.

@@ -100,6 +100,12 @@ MODELS = {
     "200M": ModelSize(1024, 16),
 }
 IN_DETAIL = ("small", "large")
+# Else glibc gives memory that a step frees back to the kernel, or does not, as the last
+# tensor happens to lie: the same bare model took 140 or 182 ms.
+KEPT_HEAP = {
+    "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),  # the largest that glibc takes
+}
 OVER_SIZE_ROUNDS = 2  # at most, of the others
 FEWER_STEPS_FROM = 12e6  # parameters; a model of twice as many takes half the steps
 
@@ -230,7 +236,11 @@ def measure(args: argparse.Namespace) -> Json:
         return args.rounds if is_detailed else min(args.rounds, OVER_SIZE_ROUNDS)
 
     results = run_interleaved(
-        jobs, num_rounds=args.rounds, num_ranks=NUM_RANKS, rounds_of=rounds_of
+        jobs,
+        num_rounds=args.rounds,
+        num_ranks=NUM_RANKS,
+        environ=KEPT_HEAP,
+        rounds_of=rounds_of,
     )
     for model in models:
         names = [job.partition(" ")[2] for job in jobs if job.startswith(f"{model} ")]

@@ -19,10 +19,11 @@ import sys
 from pathlib import Path
 
 import faults
+import faults_of_bridge
 import faults_of_transports
 from fault import CORE, NCCL, SHM, Fault
 
-FAULTS = (*faults.FAULTS, *faults_of_transports.FAULTS)
+FAULTS = (*faults.FAULTS, *faults_of_bridge.FAULTS, *faults_of_transports.FAULTS)
 ROOT = Path(__file__).resolve().parents[2]
 TREE = ROOT / "build" / "mutations"
 C_TESTS = {
