@@ -12,11 +12,13 @@
 // engine runs on it. Where the caller's stream is another one, the step's waits
 // for it before the call: for inputs, gradients and the last use of parameters.
 // The caller's waits for the step's after the call: for gathered parameters and
-// reduced gradients. A call on the step's own stream costs a comparison.
+// reduced gradients. A call on the step's own stream costs a comparison. Of
+// streams inside a module the engine knows nothing: its forward must join them.
 //
 // Between steps the stream of the next call takes over, after it has waited for
-// the one before. A capture must not wait for work from outside it; it begins
-// and ends with the host waiting for the device, so it needs not.
+// the one before: blocks that this one kept may still be read there. Inside a
+// capture such a wait is refused, and not needed, because the host waits for
+// the device before it begins.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -33,8 +35,8 @@ struct Engine;
 // Holds the engine's lock, and has the step's stream as the current one.
 class EngineCall {
  public:
-  // Waits for the lock only. What a device refuses to order, it refuses to the
-  // core's next call, too, which says so.
+  // A wait that the device refuses is not reported here: a device that fails
+  // also refuses the core's next call, which reports it.
   explicit EngineCall(Engine &engine) noexcept;
   ~EngineCall();
   EngineCall(const EngineCall &) = delete;
@@ -52,7 +54,7 @@ class EngineCall {
 // to another stream, is not used again before the current one has read it.
 void record_current_stream(const at::Tensor &tensor);
 
-// The next step waits for no earlier one: the host will have. With the lock.
+// The next step does not wait for the stream of an earlier one. With the lock.
 void forget_step_stream(Engine &engine) noexcept;
 
 }  // namespace fsdp_torch

@@ -140,13 +140,21 @@ class ParallelParams:
 
     @contextmanager
     def whole(self, uses: Sequence[ParamUse]) -> Iterator[None]:
-        """Register DTensors over the summoned parameters, for a while."""
+        """Register DTensors over the summoned parameters, for a while.
+
+        So are their gradients where these are whole. What the user sets in the place
+        of one, None too, is taken over.
+        """
+        grads: dict[nn.Parameter, Tensor | None] = {}
         for param, cut in self.cuts.items():
             assert cut.parallel is not None
             dtensor = as_dtensor(param.detach(), cut.shape, *cut.parallel)
             shown = nn.Parameter(dtensor, param.requires_grad)
-            if param.grad is not None:
-                shown.grad = as_dtensor(param.grad, cut.shape, *cut.parallel)
+            grad = param.grad
+            if grad is not None and grad.shape == param.shape:
+                shown.grad_dtype = grad.dtype  # not reduced: it may be another one
+                shown.grad = as_dtensor(grad, cut.shape, *cut.parallel)
+            grads[param] = shown.grad
             self._whole[param] = shown
         pairs = [
             (use, self._whole[use.param]) for use in uses if use.param in self.cuts
@@ -160,6 +168,11 @@ class ParallelParams:
             for use, shown in pairs:
                 if use.module._parameters.get(use.name) is shown:
                     use.module._parameters[use.name] = use.param
+            for param, shown in self._whole.items():
+                grad = shown.grad
+                if grad is not grads[param]:
+                    cut = self.cuts[param]
+                    param.grad = None if grad is None else local_grad(grad, cut)
             self._whole.clear()
 
 

@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from helpers import distributed as helper
 from helpers.distributed import distributed
+from helpers.groups import groups_destroyed
 
 pytestmark = pytest.mark.bookkeeping
 
@@ -71,6 +74,18 @@ def _leaves_a_group(rank: int, world_size: int) -> None:
     dist.new_group([0, 1])
 
 
+def _uses_a_mesh(rank: int, world_size: int) -> None:
+    with groups_destroyed():
+        names = ("one", "other")
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)["other"]
+        parts = [
+            distribute_tensor(torch.ones(2, 2, device="cpu"), mesh, [placement])
+            for placement in (Shard(1), Shard(0))
+        ]
+        product = (parts[0] @ parts[1]).redistribute(placements=[Replicate()])
+        assert product.to_local().tolist() == [[2.0, 2.0]] * 2
+
+
 def _skips(rank: int, world_size: int) -> None:
     pytest.skip("not today")
 
@@ -126,6 +141,12 @@ def test_skip() -> None:
     """A skip of all ranks is a skip, with its reason."""
     with pytest.raises(pytest.skip.Exception, match="not today"):
         helper.run_task(_skips, 2, {})
+
+
+def test_meshes_of_earlier_tests_are_forgotten() -> None:
+    """An equal mesh has groups of its own; DTensor remembers the first one's."""
+    for _ in range(2):
+        helper.run_task(_uses_a_mesh, 4, {})
 
 
 def test_workers_are_reused_and_end() -> None:

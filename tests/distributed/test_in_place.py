@@ -1,6 +1,7 @@
 """Ranks of one host read each other's shards where they lie, instead of copies."""
 
 import gc
+import os
 import time
 from typing import Any
 
@@ -71,6 +72,28 @@ def test_shards_are_in_one_file(api: str) -> None:
     gc.collect()
     dist.barrier()
     assert _num_mappings() == before
+
+
+def _num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("api", ["fsdp", "fully_shard"])
+@distributed(world_size=(2, 3))
+def test_no_descriptor_is_left(api: str) -> None:
+    """The files are mapped and closed, and the mappings go with each model."""
+    counts = []
+    for _ in range(4):
+        model = _wrap(api)
+        model(torch.ones(2, WIDTH)).sum().backward()
+        in_use = _num_descriptors()
+        del model
+        gc.collect()
+        dist.barrier()
+        counts.append((in_use, _num_descriptors(), _num_mappings()))
+    # The first model may have opened what its group keeps.
+    assert counts[1:] == [counts[1]] * 3
+    assert counts[1][0] == counts[1][1]
 
 
 @pytest.mark.parametrize(

@@ -287,6 +287,7 @@ def test_programs_cover_everything() -> None:
     events = {event for step in steps for event in (*step.after, step.between)}
     assert events - {"", None} == set(EVENTS_AFTER) - left_out()
     assert {p.world_size for p in programs} == set(WORLD_SIZES)
+    assert {p.world_size for p in programs if p.dim > 13} == set(WORLD_SIZES)
     if not left_out():
         assert {p.precision for p in programs} == set(PRECISIONS)
         assert {p.num_tp for p in programs} == {None, 1, 2, 3, 4}

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import checkpoint
-from helpers.distributed import distributed
+from helpers.distributed import distributed, varied
 from helpers.groups import device_under_test, groups_destroyed
 from helpers.shared_folder import shared_folder
 from helpers.tensor_parallel import (
@@ -254,6 +255,75 @@ def test_summon_apply_and_sync(rank: int, world_size: int) -> None:
         model.blocks[0].up.weight = nn.Parameter(torch.zeros(3))
         with pytest.raises(RuntimeError, match="Cannot writeback"):
             model(*tokens(torch.Generator().manual_seed(0)))
+
+
+@varied(
+    use_orig_params=[True, False],
+    strategy=["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"],
+    how=["none", "other", "in place"],
+)
+@distributed(world_size=4)
+def test_gradients_set_in_a_summon(
+    use_orig_params: bool, strategy: str, how: str
+) -> None:
+    """They are kept, as those of plain parameters are."""
+    with groups_destroyed():
+        both = ParallelFlat(
+            2,
+            2,
+            use_orig_params=use_orig_params,
+            sharding_strategy=ShardingStrategy[strategy],
+        )
+        both.forward_backward()
+        with FSDP.summon_full_params(both.model, with_grads=True):
+            for param in both.model.parameters():
+                if how == "none":
+                    param.grad = None
+                elif how == "other":
+                    param.grad = param.grad * 0.5
+                else:
+                    param.grad.mul_(0.5)
+        for param in both.reference.parameters():
+            param.grad = None if how == "none" else param.grad * 0.5
+        both.check()
+        both.forward_backward()
+        both.checked_step()
+        del both, param
+
+
+@varied(
+    use_orig_params=[True, False],
+    strategy=["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"],
+    quiet=[True, False],
+)
+@distributed(world_size=4)
+def test_summon_while_gradients_accumulate(
+    use_orig_params: bool, strategy: str, quiet: bool
+) -> None:
+    """Those that are not reduced are of reduce_dtype; sharded ones are not shown."""
+    with groups_destroyed():
+        both = ParallelFlat(
+            2,
+            2,
+            use_orig_params=use_orig_params,
+            sharding_strategy=ShardingStrategy[strategy],
+            mixed_precision=MixedPrecision(reduce_dtype=torch.float32),
+        )
+        both.tolerance = 1e-4
+        with both.model.no_sync() if quiet else nullcontext():
+            both.forward_backward()
+        with FSDP.summon_full_params(both.model):
+            for param in both.model.parameters():
+                grad = param.grad
+                assert grad is None or grad.to_local().shape == param.to_local().shape
+                with torch.no_grad():
+                    param.mul_(0.9)
+        with torch.no_grad():
+            for param in both.reference.parameters():
+                param.mul_(0.9)
+        both.forward_backward()
+        both.checked_step()
+        del both, param, grad
 
 
 @distributed(world_size=2)

@@ -18,6 +18,7 @@ from helpers.random_programs import (
     Node,
     Spec,
     divisors_of,
+    draw_dim,
     draw_num_tp,
     left_out,
 )
@@ -193,7 +194,7 @@ def draw_row_program(seed: int) -> RowProgram:
         world_size=world_size,
         mesh=mesh,
         num_tp=num_tp,
-        dim=rng.choice([2, 3, 5, 8, 13]),
+        dim=draw_dim(rng, seed),
         root=root,
         reshards=rng.choice([None, True, False, *divisors_of(mesh[-1])]),
         reshards_of_units=rng.random() < 0.3,

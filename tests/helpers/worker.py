@@ -87,6 +87,23 @@ def _num_groups() -> int:
     return len(dist.distributed_c10d._world.pg_map) - len(kept_groups)
 
 
+def _forget_meshes() -> None:
+    """Let DTensors forget what they found out about meshes whose groups are gone.
+
+    They remember it by meshes, also for a later mesh that is equal but has new groups.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    caches = {
+        "torch.distributed.tensor.debug": "_clear_sharding_prop_cache",
+        "torch.distributed.tensor._redistribute": "clear_redistribute_planner_cache",
+    }
+    for name, function in caches.items():
+        module = importlib.import_module(name)
+        if hasattr(module, function):  # not in every version
+            getattr(module, function)()
+
+
 def _leftovers(num_groups: int) -> list[str]:
     """Name what a test must not leave behind."""
     gc.collect()
@@ -137,6 +154,7 @@ def _run(task: Task, rank: int) -> Outcome:
         return Outcome("failed", traceback.format_exc())
     seed_everything(task.seed)
     num_groups = _num_groups()
+    num_made = dist.distributed_c10d._world.group_count
     outcome = Outcome("passed")
     try:
         call(body, {"rank": rank, **arguments})
@@ -146,6 +164,8 @@ def _run(task: Task, rank: int) -> Outcome:
         outcome = Outcome("xfailed", str(error))
     except BaseException:
         return Outcome("failed", traceback.format_exc(), keeps_pool=False)
+    if dist.distributed_c10d._world.group_count > num_made:
+        _forget_meshes()
     try:
         left = _leftovers(num_groups)
         if left:

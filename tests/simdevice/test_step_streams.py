@@ -67,7 +67,7 @@ def linears() -> nn.Sequential:
     return chain(lambda: nn.Linear(DIM, DIM))
 
 
-def wrap(model: nn.Sequential, wrapper: str) -> nn.Module:
+def wrap(model: nn.Sequential, wrapper: str, strategy: str = "FULL_SHARD") -> nn.Module:
     """Shard the model, with a unit for each layer that gathers when it is needed."""
     if wrapper == "fully_shard":
         for layer in model:
@@ -76,6 +76,7 @@ def wrap(model: nn.Sequential, wrapper: str) -> nn.Module:
     return fsdp(
         model,
         units=[nn.Linear, Branches],
+        strategy=strategy,
         use_orig_params=wrapper == "original",
         backward_prefetch=None,
     )
@@ -161,6 +162,33 @@ def test_forwards_on_two_streams(rank: int, is_one: bool) -> None:
             for stream in streams:
                 current.wait_stream(stream)
             for loss in [torch.stack(losses).sum()] if is_one else losses:
+                loss.backward()
+            wholes = [whole for _, whole in batches]
+            check_grads(model, reference, wholes, f"seed {seed}, step {step}")
+
+
+@distributed(world_size=WORLD_SIZE, device="sim")
+def test_a_forward_beside_one_of_another_stream(rank: int) -> None:
+    """The second forward gathers anew what the first, which is late, had kept."""
+    for seed in range(NUM_SEEDS):
+        native().set_schedule(seed, 1.0)
+        reference = linears()
+        model = wrap(copy.deepcopy(reference), "original", "SHARD_GRAD_OP")
+        streams = [torch.Stream("sim") for _ in range(2)]
+        current = torch.accelerator.current_stream()
+        for step in range(NUM_STEPS):
+            batches = [batch(rank) for _ in streams]
+            losses = []
+            for stream in streams:
+                stream.wait_stream(current)
+            with streams[0]:
+                for _ in range(5):
+                    keep_busy()
+            for stream, (mine, _) in zip(streams, batches, strict=True):
+                with stream:
+                    losses.append(model(mine).square().mean())
+            for stream, loss in zip(streams, losses, strict=True):
+                current.wait_stream(stream)
                 loss.backward()
             wholes = [whole for _, whole in batches]
             check_grads(model, reference, wholes, f"seed {seed}, step {step}")
