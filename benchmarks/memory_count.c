@@ -4,7 +4,7 @@
  * torch's CPU allocator takes all its memory from posix_memalign() with an
  * alignment of 64 bytes. fsdp_c's blocks, slabs and shards (csrc/host/pages.c) are
  * mapped and then populated; shards move into a file later, page for page. Pages that
- * it keeps are free (MADV_FREE), and populated again before they are used. Such calls,
+ * it keeps are free (MADV_FREE), and needed again (MADV_WILLNEED). Such calls,
  * and the free() and munmap() of what they returned, are logged in the order in which
  * they happen, on all threads.
  * memory_trace.py reads the log. glibc only: its own functions do the work.
@@ -20,6 +20,7 @@
 
 enum {
   ALIGNMENT = 64,
+  WILLNEED = 3,        /* MADV_WILLNEED */
   FREE = 8,            /* MADV_FREE */
   POPULATE_WRITE = 23, /* MADV_POPULATE_WRITE */
   NUM_SLOTS = 1 << 20, /* of the hash table; a power of 2 */
@@ -97,7 +98,7 @@ void free(void *memory) {
 }
 
 int madvise(void *memory, size_t nbytes, int advice) {
-  if (advice == POPULATE_WRITE || advice == FREE) {
+  if (advice == POPULATE_WRITE || advice == WILLNEED || advice == FREE) {
     pthread_mutex_lock(&mutex);
     if (advice == FREE) {
       note_free((uintptr_t)memory);

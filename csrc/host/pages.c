@@ -89,10 +89,14 @@ void *fsdp_host_pages_alloc(int64_t nbytes) {
                                                                    : NULL;
   }
   const size_t mapped = mapped_nbytes(nbytes);
+  /* All of these are advice: without them everything works all the same. */
   memory = find_kept(mapped);
-  if (memory == NULL) memory = map_aligned(mapped);
+  if (memory != NULL) { /* most pages are there */
+    (void)madvise(memory, mapped, MADV_WILLNEED);
+    return memory;
+  }
+  memory = map_aligned(mapped);
   if (memory == NULL) return NULL;
-  /* Both are advice: without them everything works all the same. */
   (void)madvise(memory, mapped, MADV_HUGEPAGE);
   (void)madvise(memory, mapped, MADV_POPULATE_WRITE);
   return memory;

@@ -113,7 +113,10 @@ fsdp_status fsdp_shm_priv_share(fsdp_transport *transport, const char *label,
   int created = -1;
   int opened = -1;
   notice mine = {.descriptor = -1};
-  if (shm->page_map < 0) shm->page_map = fsdp_shm_priv_open_page_map();
+  if (shm->page_map < 0) {
+    shm->page_map = fsdp_shm_priv_open_page_map();
+    shm->counts_faults = shm->page_map >= 0 && fsdp_shm_priv_counts_faults();
+  }
   notice *all = fsdp_calloc((size_t)shm->world_size, sizeof *all);
   if (all == NULL) {
     return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
@@ -154,11 +157,24 @@ done:
   return status;
 }
 
+/* Note [Pages without a fault] */
+static bool may_have_written(const fsdp_shm *shm, const fsdp_shared *shared) {
+  return !shm->counts_faults ||
+         fsdp_shm_priv_num_faults() != shared->num_faults;
+}
+
+void fsdp_shm_priv_open(const fsdp_shm *shm, fsdp_shared *shared) {
+  if (shm->counts_faults) shared->num_faults = fsdp_shm_priv_num_faults();
+  shared->is_open = true;
+  shared->num_opened++;
+}
+
 void fsdp_shm_priv_close(fsdp_shm *shm, fsdp_shared *shared) {
   if (!shared->is_open || shared->owner != getpid()) return;
   shared->is_open = false;
   /* Mapping all pages again takes longer than looking for those that differ. */
-  if (fsdp_shm_priv_has_own_pages(shm->page_map, shared->whole,
+  if (may_have_written(shm, shared) &&
+      fsdp_shm_priv_has_own_pages(shm->page_map, shared->whole,
                                   shared->nbytes)) {
     (void)madvise(shared->whole, (size_t)shared->nbytes, MADV_DONTNEED);
   }

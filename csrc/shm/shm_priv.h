@@ -152,6 +152,7 @@ typedef struct fsdp_shm {
   bool has_writers;    /* see fsdp_shm_has_writers */
   const void **pieces; /* scratch of sums, one entry per rank */
   int page_map;        /* /proc/self/pagemap; -1: not open */
+  bool counts_faults;  /* Note [Pages without a fault]; with page_map */
   bool reads_peers;    /* all ranks can read each other's memory */
   char *scratch;       /* pieces of direct sums; NULL: none */
   int64_t scratch_nbytes;
@@ -387,6 +388,12 @@ void fsdp_shm_priv_unlist(fsdp_shm *shm);
 /* Opens what tells about this process's pages; -1 where the system refuses. */
 int fsdp_shm_priv_open_page_map(void);
 
+/* Page faults of this process so far; negative: unknown. */
+int64_t fsdp_shm_priv_num_faults(void);
+
+/* Whether that is true here: Note [Pages without a fault]. */
+bool fsdp_shm_priv_counts_faults(void);
+
 /* Whether pages of a private mapping of a file have memory of their own, since
  * they were written to; also where nobody can tell. */
 bool fsdp_shm_priv_has_own_pages(int page_map, const void *begin,
@@ -401,6 +408,7 @@ struct fsdp_shared {
   int64_t closed_nbytes;    /* whole pages */
   int64_t nbytes;           /* of the region; whole pages */
   int64_t num_opened; /* by this rank, and so by all that have come so far */
+  int64_t num_faults; /* of this process when it opened */
   bool is_open;
   int64_t owner; /* pid */
   char label[FSDP_SHM_LABEL_NBYTES];
@@ -418,6 +426,9 @@ FSDP_NODISCARD fsdp_status fsdp_shm_priv_share(
     int64_t nbytes, const fsdp_region_range *own, int64_t num_own, void **whole,
     fsdp_shared **shared, fsdp_error *error);
 void fsdp_shm_priv_unshare(fsdp_shared *shared);
+
+/* From now on this rank reads. */
+void fsdp_shm_priv_open(const fsdp_shm *shm, fsdp_shared *shared);
 
 /* Drops what this rank wrote into the whole, and lets the owners write. */
 void fsdp_shm_priv_close(fsdp_shm *shm, fsdp_shared *shared);

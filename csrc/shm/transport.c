@@ -497,8 +497,7 @@ static fsdp_status open_shared(fsdp_transport *transport, const fsdp_call *call,
   fsdp_status status = make_op(shm, FSDP_SHM_OPEN, call->label, shared->nbytes,
                                bytes, &op, error);
   if (status != FSDP_OK) return status;
-  shared->is_open = true;
-  shared->num_opened++;
+  fsdp_shm_priv_open(shm, shared);
   return start(shm, call->channel, &op, ticket, error);
 }
 
