@@ -15,6 +15,27 @@
 #include "shm/shm_priv.h"
 #include "shm_fixture.h"
 
+/* A write into a private mapping of a file is a fault, a second one is not. */
+TEST(test_faults_are_counted) {
+  const int64_t page = (int64_t)sysconf(_SC_PAGESIZE);
+  const int file = memfd_create("fsdp_c_test", MFD_CLOEXEC);
+  CHECK(ftruncate(file, page) == 0);
+  volatile char *memory =
+      mmap(NULL, (size_t)page, PROT_READ | PROT_WRITE, MAP_PRIVATE, file, 0);
+  const int page_map = fsdp_shm_priv_open_page_map();
+  CHECK((void *)(uintptr_t)memory != MAP_FAILED && page_map >= 0);
+  CHECK(fsdp_shm_priv_counts_faults());
+  CHECK(memory[0] == 0); /* the page is mapped */
+  const int64_t before = fsdp_shm_priv_num_faults();
+  memory[1] = 1;
+  CHECK(fsdp_shm_priv_num_faults() > before);
+  CHECK(fsdp_shm_priv_has_own_pages(page_map, (const char *)(uintptr_t)memory,
+                                    page));
+  close(page_map);
+  close(file);
+  munmap((void *)(uintptr_t)memory, (size_t)page);
+}
+
 static fsdp_shm_process get_process(void) {
   fsdp_shm_process process = {0};
   CHECK_OK(fsdp_shm_priv_process_get(&process, NULL));

@@ -345,6 +345,15 @@ FAULTS = (
         "test_in_place.py",
     ),
     shm_fault(
+        "faults do not tell of pages that a module wrote",
+        "may_have_written",
+        (
+            "fsdp_shm_priv_num_faults() != shared->num_faults",
+            "(!MUTANT && OLD)",
+        ),
+        "test_in_place.py",
+    ),
+    shm_fault(
         "readers are not waited for",
         "is_read",
         ("return true;", "return !MUTANT;"),
