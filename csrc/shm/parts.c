@@ -173,8 +173,7 @@ static fsdp_status sum_piece(fsdp_shm *shm, const fsdp_parts *own,
     if (!*read) return FSDP_OK;
     *piece = scratch;
   }
-  /* Into scratch, also of a rank's own piece: its parts belong to the caller.
-   */
+  /* Not into this rank's parts: they are the caller's. */
   char *sum = shm->scratch;
   fsdp_shm_priv_sum(sum, dtype, shm->pieces, shm->world_size, numel);
   const fsdp_pack_item item = {.data = sum,

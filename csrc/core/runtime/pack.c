@@ -38,6 +38,10 @@ fsdp_status fsdp_unit_priv_add_grad(fsdp_unit *unit, const fsdp_grad *grad,
   }
   unit->pending[grad->param] = *grad;
   unit->num_pending++;
+  if (!fsdp_dtype_equal(grad->dtype,
+                        unit->segments[slot->segment].options.reduce_dtype)) {
+    unit->num_unlike++;
+  }
   unit->pending_nbytes += slot->numel * grad->dtype.itemsize;
   return FSDP_OK;
 done:
@@ -122,6 +126,7 @@ void fsdp_unit_priv_release_pending(fsdp_unit *unit) {
     unit->num_pending--;
   }
   unit->pending_nbytes = 0;
+  unit->num_unlike = 0;
 }
 
 static fsdp_status pack(fsdp_unit *unit, bool fills, fsdp_error *error) {

@@ -159,6 +159,7 @@ struct fsdp_unit {
   bool is_whole;      /* every element of the block was written */
   fsdp_grad *pending; /* handed over, not packed; by parameter, or zeros */
   int64_t num_pending;
+  int64_t num_unlike; /* of them: not of the reduce dtype */
   int64_t pending_nbytes;
   /* pack.c, unused.c: scratch, 2 * num_params + num_segments */
   fsdp_pack_item *items;

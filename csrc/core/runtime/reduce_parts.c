@@ -45,21 +45,9 @@ bool fsdp_unit_priv_can_reduce_parts(const fsdp_unit *unit) {
 }
 
 bool fsdp_unit_priv_leaves_grads(const fsdp_unit *unit) {
-  const fsdp_flat_layout *layout = unit->options.layout;
-  if (!unit->step.reduces_parts || unit->settings.sync == FSDP_SYNC_NONE ||
-      fsdp_unit_priv_has_grads(unit, FSDP_GRADS_UNSHARDED)) {
-    return false;
-  }
-  for (int64_t i = 0; i < fsdp_flat_layout_num_params(layout); i++) {
-    const fsdp_dtype dtype = unit->pending[i].dtype;
-    const int64_t segment = fsdp_flat_layout_slot(layout, i)->segment;
-    if (dtype.itemsize > 0 &&
-        !fsdp_dtype_equal(dtype,
-                          unit->segments[segment].options.reduce_dtype)) {
-      return false;
-    }
-  }
-  return true;
+  return unit->step.reduces_parts && unit->settings.sync != FSDP_SYNC_NONE &&
+         unit->num_unlike == 0 &&
+         !fsdp_unit_priv_has_grads(unit, FSDP_GRADS_UNSHARDED);
 }
 
 /* Whether the slots go into the partial gradient. */
