@@ -5,6 +5,7 @@
 #include "host/pages.h"
 
 #include <stdatomic.h>
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
@@ -27,21 +28,22 @@ typedef struct kept_pages {
   size_t nbytes; /* whole pages */
 } kept_pages;
 
-/* Oldest first. */
+/* Oldest first. Who finds the list in use does without it: the thread that uses
+ * it may be missing, in a forked child. */
 static kept_pages kept[MAX_KEPT];
 static size_t num_kept;
-static atomic_flag kept_lock = ATOMIC_FLAG_INIT; /* for a few instructions */
+static atomic_flag is_kept_in_use = ATOMIC_FLAG_INIT;
 
-static void lock_kept(void) {
-  while (atomic_flag_test_and_set_explicit(&kept_lock, memory_order_acquire)) {
-  }
+static bool enter_kept(void) {
+  return !atomic_flag_test_and_set_explicit(&is_kept_in_use,
+                                            memory_order_acquire);
 }
 
-static void unlock_kept(void) {
-  atomic_flag_clear_explicit(&kept_lock, memory_order_release);
+static void leave_kept(void) {
+  atomic_flag_clear_explicit(&is_kept_in_use, memory_order_release);
 }
 
-/* With the lock held. */
+/* In enter_kept. */
 static kept_pages take_kept(size_t index) {
   const kept_pages taken = kept[index];
   num_kept--;
@@ -53,11 +55,11 @@ static kept_pages take_kept(size_t index) {
  * oldest of another size go. */
 static void *find_kept(size_t nbytes) {
   kept_pages found = {NULL, 0};
-  lock_kept();
+  if (!enter_kept()) return NULL;
   size_t i = num_kept;
   while (i > 0 && kept[i - 1].nbytes != nbytes) i--;
   if (num_kept > 0) found = take_kept(i > 0 ? i - 1 : 0);
-  unlock_kept();
+  leave_kept();
   if (found.nbytes == nbytes) return found.memory;
   if (found.memory != NULL) (void)munmap(found.memory, found.nbytes);
   return NULL;
@@ -112,24 +114,23 @@ void fsdp_host_pages_free(void *memory, int64_t nbytes) {
 
 void fsdp_host_pages_keep(void *memory, int64_t nbytes) {
   const kept_pages last = {memory, mapped_nbytes(nbytes)};
+  kept_pages oldest = {NULL, 0};
   if (nbytes < MIN_MAPPED_NBYTES ||
-      madvise(memory, last.nbytes, MADV_FREE) != 0) {
+      madvise(memory, last.nbytes, MADV_FREE) != 0 || !enter_kept()) {
     fsdp_host_pages_free(memory, nbytes);
     return;
   }
-  kept_pages oldest = {NULL, 0};
-  lock_kept();
   if (num_kept == MAX_KEPT) oldest = take_kept(0);
   kept[num_kept++] = last;
-  unlock_kept();
+  leave_kept();
   if (oldest.memory != NULL) (void)munmap(oldest.memory, oldest.nbytes);
 }
 
 int64_t fsdp_host_pages_kept_nbytes(void) {
   size_t nbytes = 0;
-  lock_kept();
+  if (!enter_kept()) return -1;
   for (size_t i = 0; i < num_kept; i++) nbytes += kept[i].nbytes;
-  unlock_kept();
+  leave_kept();
   return (int64_t)nbytes;
 }
 

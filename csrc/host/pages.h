@@ -36,7 +36,7 @@ void fsdp_host_pages_free(void *memory, int64_t nbytes);
 /* The same, but the pages may be kept for an allocation of the same size. */
 void fsdp_host_pages_keep(void *memory, int64_t nbytes);
 
-/* Bytes that are kept now. */
+/* Bytes that are kept now; negative: another thread keeps or takes some. */
 int64_t fsdp_host_pages_kept_nbytes(void);
 
 /* Whole pages of address space for `nbytes` (>= 1), which have no memory until
