@@ -21,12 +21,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import DataParallelMeshDims
-from torch.distributed.fsdp._fully_shard._fsdp_common import (
-    FSDPMeshInfo,
-    HSDPMeshInfo,
-    ShardPlacementResult,
-)
+from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.tensor import (
     DTensor,
     Placement,
@@ -45,6 +41,18 @@ from helpers.models import Inputs
 from helpers.rows import Rows, shard_units
 from helpers.shared_folder import shared_folder
 from helpers.tensor_parallel import train_and_check
+
+# Not in torch 2.11.
+DataParallelMeshDims: Any = getattr(
+    torch.distributed.fsdp, "DataParallelMeshDims", None
+)
+ShardPlacementResult: Any = getattr(_fsdp_common, "ShardPlacementResult", None)
+NEEDS_MESH_DIMS = pytest.mark.skipif(
+    DataParallelMeshDims is None, reason="this torch has no DataParallelMeshDims"
+)
+NEEDS_PLACEMENTS = pytest.mark.skipif(
+    ShardPlacementResult is None, reason="this torch has no ShardPlacementResult"
+)
 
 _numbers = itertools.count()
 
@@ -158,6 +166,7 @@ class SpmdRows(Rows):
             self.rank = self.rank * mesh.size(dim) + place[dim]
 
 
+@NEEDS_MESH_DIMS
 @pytest.mark.parametrize(
     ("sizes", "shard", "replicate"),
     [
@@ -194,6 +203,7 @@ def test_named_dimensions(
         assert up.weight.to_local().shape[0] <= -(-up.weight.shape[0] // num_parts) + 1
 
 
+@NEEDS_MESH_DIMS
 @pytest.mark.bookkeeping
 @distributed(world_size=2)
 def test_named_dimensions_of_two_ranks() -> None:
@@ -211,6 +221,7 @@ def test_named_dimensions_of_two_ranks() -> None:
         )
 
 
+@NEEDS_MESH_DIMS
 @distributed(world_size=2)
 def test_what_dp_mesh_dims_refuses() -> None:
     """As torch, and with its first words."""
@@ -347,6 +358,7 @@ def expert_meshes(name: str) -> tuple[DeviceMesh, dict[str, Any]]:
     }
 
 
+@NEEDS_PLACEMENTS
 @pytest.mark.parametrize("reshard_after_forward", [None, False, 2])
 @distributed(world_size=4)
 def test_mesh_of_single_parameters(reshard_after_forward: bool | int | None) -> None:
@@ -399,6 +411,7 @@ def _clip_by_mesh(model: nn.Module, max_norm: float) -> Tensor:
     return total
 
 
+@NEEDS_PLACEMENTS
 @distributed(world_size=4)
 def test_experts_of_each_group(rank: int) -> None:
     """Over two ranks only: the mean is that of the group, until a factor is set."""
@@ -454,6 +467,7 @@ def shard_experts(model: Any, *, in_blocks: bool) -> Any:
     return model
 
 
+@NEEDS_PLACEMENTS
 @pytest.mark.parametrize("in_blocks", [True, False])
 @distributed(world_size=4)
 def test_expert_parallel(rank: int, in_blocks: bool) -> None:
@@ -469,6 +483,7 @@ def test_expert_parallel(rank: int, in_blocks: bool) -> None:
         assert up.to_local().shape == (1 if in_blocks or rank < 2 else 0, rows, 6)
 
 
+@NEEDS_PLACEMENTS
 @pytest.mark.bookkeeping
 @pytest.mark.parametrize("kind", ["meshes", "experts", "experts_in_blocks"])
 @distributed(world_size=4)
@@ -517,6 +532,7 @@ def test_state_of_several_meshes(kind: str) -> None:
             torch.testing.assert_close(step(other, optimizer), loss)
 
 
+@NEEDS_PLACEMENTS
 @distributed(world_size=2)
 def test_what_placements_refuse() -> None:
     """Another object of one mesh, dimensions without a name, a wrong answer."""
