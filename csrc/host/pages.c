@@ -28,8 +28,8 @@ typedef struct kept_pages {
   size_t nbytes; /* whole pages */
 } kept_pages;
 
-/* Oldest first. Who finds the list in use does without it: the thread that uses
- * it may be missing, in a forked child. */
+/* Oldest first. A thread that finds the list in use does without it. It must
+ * not wait, because a forked child lacks the thread that used it. */
 static kept_pages kept[MAX_KEPT];
 static size_t num_kept;
 static atomic_flag is_kept_in_use = ATOMIC_FLAG_INIT;
@@ -51,8 +51,8 @@ static kept_pages take_kept(size_t index) {
   return taken;
 }
 
-/* Pages of this size, the last that were kept; NULL: there are none, and the
- * oldest of another size go. */
+/* Pages of this size, the last that were kept. NULL: there are none; then the
+ * oldest ones are unmapped. */
 static void *find_kept(size_t nbytes) {
   kept_pages found = {NULL, 0};
   if (!enter_kept()) return NULL;

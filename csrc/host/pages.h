@@ -14,8 +14,8 @@
  * such memory is freed, its pages are kept for the next buffer of their size.
  * The kernel may take them at any time (MADV_FREE): they are free memory that
  * this process can have back for nothing. Until then they count in its resident
- * set. A buffer of a size that is not there ends the oldest one that is kept,
- * so sizes that do not come again go.
+ * set. If no pages of the wanted size are kept, the oldest ones are unmapped,
+ * so sizes that are not used any more go away.
  */
 #ifndef FSDP_HOST_PAGES_H
 #define FSDP_HOST_PAGES_H

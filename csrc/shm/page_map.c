@@ -3,7 +3,7 @@
  * the file's any more. /proc/self/pagemap has a word for each page.
  *
  * Note [Pages without a fault]
- * Looking at every page takes as long as a few percent of a small step. A page
+ * Looking at every page takes a few percent of a small step. A page
  * gets memory of its own in a page fault, and the kernel counts the faults of a
  * process. So without a fault since the pages were all of the file, they still
  * are. Where memory is kept between steps, most of them have none. The counter

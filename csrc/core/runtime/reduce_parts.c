@@ -11,8 +11,9 @@
  * a part like others. It packs those of another dtype, and what an accumulation
  * without sync kept.
  *
- * A partial gradient is where the slots go with FSDP_SYNC_SHARD, and, while
- * there is one, with FSDP_SYNC_REDUCE, too: only then it is scaled to the mean.
+ * With FSDP_SYNC_SHARD the slots go into the partial gradient. If there is one,
+ * they go there with FSDP_SYNC_REDUCE, too; it is then scaled to the mean and
+ * added to the sharded gradient.
  */
 #include "base/alloc.h"
 #include "base/dtypes.h"
@@ -204,7 +205,7 @@ fsdp_status fsdp_unit_priv_start_parts(fsdp_unit *unit, fsdp_error *error) {
   fsdp_status status = FSDP_OK;
   int64_t nbytes = 0;
 
-  if (fsdp_unit_priv_has_grads(unit, FSDP_GRADS_UNSHARDED)) {
+  if (!fsdp_unit_priv_leaves_grads(unit)) {
     FSDP_TRY(fsdp_unit_priv_fill_grads(unit, error));
   }
   FSDP_TRY(uses_partial(unit) ? fsdp_unit_priv_take_partial(unit, error)
