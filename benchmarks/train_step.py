@@ -100,8 +100,9 @@ MODELS = {
     "200M": ModelSize(1024, 16),
 }
 IN_DETAIL = ("small", "large")
-# Else glibc gives memory that a step frees back to the kernel, or does not, as the last
-# tensor happens to lie: the same bare model took 140 or 182 ms.
+# By default glibc gives freed memory at the top of its heap back to the kernel. Whether
+# a step's is there depends on where the last tensor lies: the same bare model took 140
+# or 182 ms.
 KEPT_HEAP = {
     "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),  # the largest that glibc takes
