@@ -2,6 +2,8 @@
  * Tests of runtime/: reductions in parts, over a transport that says it can.
  * All ranks hold the same gradients, so a sum is this rank's, times the ranks.
  */
+#include <stdlib.h>
+
 #include "base/alloc.h"
 #include "elements.h"
 #include "engine_fixture.h"
@@ -199,6 +201,46 @@ TEST(test_other_dtypes) {
   start_pair(&same);
   PLAY("step; check_grads");
   CHECK_NOTES("16416B 2>1");
+  PLAY("end");
+}
+
+/* Ones, in bf16, that nobody expects. */
+static void give_narrow_ones(int64_t index, int64_t param) {
+  model_unit *unit = &m.units[index];
+  const fsdp_param_slot *slot = fsdp_flat_layout_slot(unit->layout, param);
+  model_grad *grad = &m.grads[m.num_grads++];
+  grad->nbytes = slot->numel * RECORDER_BF16.itemsize;
+  grad->data = malloc((size_t)grad->nbytes);
+  if (grad->data == NULL) abort();
+  recorder_touch(m.device, FSDP_LANE_COMPUTE, grad->data, grad->nbytes, true);
+  for (int64_t i = 0; i < slot->numel; i++) {
+    elements_write(grad->data, RECORDER_BF16, i, 1);
+    unit->expected[slot->segment][slot->offset + i] += 1;
+  }
+  const fsdp_grad handed = {.param = param,
+                            .data = grad->data,
+                            .dtype = RECORDER_BF16,
+                            .token = grad};
+  CHECK_OK(fsdp_unit_grad_ready(unit->unit, &handed, NULL));
+}
+
+/* It is packed, though the unit had left its gradients and waits for `x`. */
+TEST(test_another_dtype_while_waiting) {
+  const fsdp_param_spec specs[] = {{0, NUMEL, RECORDER_F32, true},
+                                   {0, NUMEL, RECORDER_F32, true}};
+  begin(NULL);
+  model_plan_simple(&m, "root", NUMEL);
+  model_plan(&m, "u", specs, 2);
+  model_plan_simple(&m, "x", NUMEL);
+  model_start(&m);
+  PLAY("step; zero_grad; forward; pre_backward root; pre_backward u");
+  notes[0] = '\0';
+  PLAY("expect u 1; grad u 1");
+  CHECK_NOTES(""); /* it waits */
+  give_narrow_ones(1, 0);
+  PLAY("pre_backward x; grads x; grads root; finish");
+  check_grads();
+  CHECK_NOTES("32768B 1>1; 32768B 1>1; 32768B 1>1");
   PLAY("end");
 }
 
