@@ -48,6 +48,7 @@ class Unit:
         reduce_dtype: torch.dtype | None,
         use_orig_params: bool,
         reshard_after_forward: bool,
+        shows_kept: bool,
         reshard_after_backward_without_sync: bool,
         backward_prefetch: int,
         forward_prefetch: bool,

@@ -24,6 +24,7 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args,
                                          "reduce_dtype",
                                          "use_orig_params",
                                          "reshard_after_forward",
+                                         "shows_kept",
                                          "reshard_after_backward_without_sync",
                                          "backward_prefetch",
                                          "forward_prefetch",
@@ -40,14 +41,14 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args,
   PyObject *params, *shard_group, *replica_group, *device;
   PyObject *param_dtype, *reduce_dtype, *shard_dims;
   PyObject *part_group, *extended;
-  int use_orig_params, reshard_after_forward;
+  int use_orig_params, reshard_after_forward, shows_kept;
   int reshard_after_backward_without_sync, backward_prefetch, forward_prefetch;
   int cast_forward_inputs, cast_root_forward_inputs;
   int keep_low_precision_grads, offloads;
   if (!PyArg_ParseTupleAndKeywords(
-          args, kwargs, "sO$OOOOOpppipppppOOO:Unit", FSDP_KEYWORDS(keywords),
+          args, kwargs, "sO$OOOOOppppipppppOOO:Unit", FSDP_KEYWORDS(keywords),
           &name, &params, &shard_group, &replica_group, &device, &param_dtype,
-          &reduce_dtype, &use_orig_params, &reshard_after_forward,
+          &reduce_dtype, &use_orig_params, &reshard_after_forward, &shows_kept,
           &reshard_after_backward_without_sync, &backward_prefetch,
           &forward_prefetch, &cast_forward_inputs, &cast_root_forward_inputs,
           &keep_low_precision_grads, &offloads, &shard_dims, &part_group,
@@ -103,6 +104,7 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args,
       .reduce_dtype = none_to_null(reduce_dtype),
       .use_orig_params = use_orig_params != 0,
       .reshard_after_forward = reshard_after_forward != 0,
+      .shows_kept = shows_kept != 0,
       .reshard_after_backward_without_sync =
           reshard_after_backward_without_sync != 0,
       .backward_prefetch = (fsdp_prefetch)backward_prefetch,
@@ -383,10 +385,10 @@ PyDoc_STRVAR(
     unit_doc,
     "Unit(name, params, *, shard_group, replica_group, device, param_dtype,\n"
     "     reduce_dtype, use_orig_params, reshard_after_forward,\n"
-    "     reshard_after_backward_without_sync, backward_prefetch,\n"
-    "     forward_prefetch, cast_forward_inputs, cast_root_forward_inputs,\n"
-    "     keep_low_precision_grads, offloads, shard_dims, part_group,\n"
-    "     extended)\n"
+    "     shows_kept, reshard_after_backward_without_sync,\n"
+    "     backward_prefetch, forward_prefetch, cast_forward_inputs,\n"
+    "     cast_root_forward_inputs, keep_low_precision_grads, offloads,\n"
+    "     shard_dims, part_group, extended)\n"
     "--\n\n"
     "One unit: the parameters of one wrapped module, flattened and sharded.\n"
     "\n"

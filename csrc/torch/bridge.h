@@ -94,6 +94,7 @@ typedef struct fsdp_torch_unit_options {
   struct _object *reduce_dtype;  /* likewise: param_dtype, then master */
   bool use_orig_params;
   bool reshard_after_forward;
+  bool shows_kept; /* what is kept for backward stays shown after forward */
   bool reshard_after_backward_without_sync;
   fsdp_prefetch backward_prefetch;
   bool forward_prefetch;

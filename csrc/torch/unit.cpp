@@ -274,9 +274,7 @@ void choose_settings(Unit &unit, const fsdp_torch_unit_options &options) {
   settings.settings.unshards_in_backward = true;
   settings.reshards_as_root = settings.shows_kept_after_backward =
       settings.finds_unused = unit.is_by_rows;
-  // As FSDP1, which does what NO_SHARD does where one rank holds all.
-  settings.shows_kept = unit.is_by_rows || (!options.reshard_after_forward &&
-                                            shard_world_size > 1);
+  settings.shows_kept = options.shows_kept;
   settings.settings.reshard_after_backward_without_sync =
       options.reshard_after_backward_without_sync;
   settings.backward_prefetch = options.backward_prefetch;

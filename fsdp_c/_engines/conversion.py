@@ -82,12 +82,13 @@ def _convert_unit(module: ShardedModule, fn: Callable[[Tensor], Tensor]) -> None
         )
     device = devices.pop()
     config, name = module._sharded.config, module._sharded.name
+    is_parallel = bool(module._sharded.originals.parallel)
     release_engine(module)
 
     def make_unit() -> _native.Unit:
         for param, result in converted.items():
             param.data = result
-        return config.make_unit(name, params, device)
+        return config.make_unit(name, params, device, is_parallel=is_parallel)
 
     module.replace_unit(make_unit)
     module.compute_device = device

@@ -143,6 +143,7 @@ class Group:
                 reduce_dtype=precision.reduce_dtype,
                 use_orig_params=True,
                 reshard_after_forward=self.reshards is not False,
+                shows_kept=True,
                 reshard_after_backward_without_sync=True,
                 backward_prefetch=_native.PREFETCH_PRE,
                 forward_prefetch=False,

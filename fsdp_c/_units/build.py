@@ -59,7 +59,7 @@ def build_unit(
         broadcast_from_first(tensors, config.groups.process_group)
         if config.groups.inter_node_group is not None:
             broadcast_from_first(tensors, config.groups.inter_node_group)
-    unit = config.make_unit(name, params, device)
+    unit = config.make_unit(name, params, device, is_parallel=bool(cuts))
     return take_unit(module, unit, config, ignored, uses, parallel)
 
 

@@ -84,20 +84,33 @@ class Config:
         return strategy not in (*RESHARDING, ShardingStrategy.NO_SHARD)
 
     def make_unit(
-        self, name: str, params: list[nn.Parameter], device: torch.device
+        self,
+        name: str,
+        params: list[nn.Parameter],
+        device: torch.device,
+        *,
+        is_parallel: bool,
     ) -> _native.Unit:
+        """Return a unit of ``params``; ``is_parallel``: some stand for DTensors."""
         precision = self.mixed_precision
         reshards = self.sharding_strategy in RESHARDING
+        shard_group = self.groups.shard_group
+        # As FSDP1, where a rank that holds all shows its own parameters. They are not
+        # what forward used if that was a DTensor.
+        shows_kept = not reshards and (
+            is_parallel or (shard_group is not None and shard_group.size() > 1)
+        )
         return _native.Unit(
             name,
             params,
-            shard_group=self.groups.shard_group,
+            shard_group=shard_group,
             replica_group=self.groups.replica_group,
             device=device,
             param_dtype=precision.param_dtype,
             reduce_dtype=precision.reduce_dtype,
             use_orig_params=self.use_orig_params,
             reshard_after_forward=reshards,
+            shows_kept=shows_kept,
             reshard_after_backward_without_sync=reshards,
             backward_prefetch=_PREFETCHES[self.backward_prefetch],
             forward_prefetch=self.forward_prefetch,
