@@ -21,7 +21,7 @@ enum {
   DEFAULT_MESSAGE_NBYTES = 1 << 20,
   DEFAULT_DIRECT_NBYTES = 256 << 10,
   DEFAULT_DIRECT_CALL_NBYTES = 8 << 10,
-  MAX_SCRATCH_NBYTES = 128 << 10,
+  MAX_SCRATCH_NBYTES = 512 << 10,
   SMALL_SLOTS = 8,                 /* of a ring for calls that are not direct */
   SMALL_MESSAGE_NBYTES = 16 << 10, /* likewise; larger ones are direct */
   DEFAULT_TIMEOUT_MS = 1800000,
