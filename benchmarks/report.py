@@ -73,6 +73,13 @@ its memory ([how](../guide/faq.md#steps-on-a-cpu-vary-from-run-to-run)).
 
 {train_step}
 
+### On {num_more_ranks} ranks
+
+The same on {num_more_ranks} ranks, two for each core: ranks that wait for each other
+also wait for a core.
+
+{more_ranks}
+
 ### Over size
 
 A step's time over that of the bare model of the same size. The larger the model, the
@@ -176,10 +183,15 @@ memory before and the result, on the rank that needs most.
 {tables}
 """
 
+# Of ranks that share the cores: what is measured over all sizes, on two of them.
+MORE_RANKS = ["--ranks", "4", "--model", *train_step.IN_DETAIL]
+MORE_RANKS += ["--only", *train_step.OVER_SIZE]
+
 FILES = (
     "host_overhead.json",
     "host_instructions.json",
     "train_step.json",
+    "train_step_of_more_ranks.json",
     "memory.json",
     "offload.json",
     "state_dict.json",
@@ -196,6 +208,7 @@ def read_or_run_all(args: argparse.Namespace) -> list[Json]:
         (host_overhead, ["--steps", str(3 * args.steps), *rounds]),
         (host_instructions, []),
         (train_step, ["--steps", str(args.steps), *rounds]),
+        (train_step, ["--steps", str(args.steps), *rounds, *MORE_RANKS]),
         (memory, []),
         (offload, []),
         (state_dict, []),
@@ -244,13 +257,8 @@ def state_dict_section(states: Json) -> str:
 
 def write_markdown(results: list[Json], path: Path) -> None:
     """Write the page."""
-    host, counts, step, peaks, ways, states = results
+    host, counts, step, more, peaks, ways, states = results
     commands = dict.fromkeys([host["command"], counts["command"], step["command"]])
-    tables = "\n\n".join(
-        f"{train_step.describe(model)} parameters.\n\n"
-        + train_step.render_steps(step, model, markdown=True)
-        for model in train_step.detailed_models(step)
-    )
     machine = environment_line(host["environment"])
     if step["environment"] != host["environment"]:
         machine += f" (training step: {environment_line(step['environment'])})"
@@ -267,7 +275,9 @@ def write_markdown(results: list[Json], path: Path) -> None:
         optimizer={"sgd": "SGD", "adamw": "AdamW"}[step["settings"]["optimizer"]],
         batch=train_step.BATCH,
         time=train_step.TIME,
-        train_step=tables,
+        train_step=train_step.render_all(step, markdown=True),
+        num_more_ranks=more["settings"]["ranks"],
+        more_ranks=train_step.render_all(more, markdown=True),
         over_size=train_step.render_over_size(step, markdown=True),
         rounds=step["settings"]["rounds"],
         collectives=train_step.render_collectives(step, markdown=True),
@@ -301,7 +311,7 @@ def main() -> int:
             if not (args.json / name).is_file():
                 parser.error(f"--json {args.json}: {name} is not there")
     results = read_or_run_all(args)
-    _, counts, step, peaks, _, _ = results
+    _, counts, step, _, peaks, _, _ = results
     args.out.mkdir(parents=True, exist_ok=True)
     write_markdown(results, args.out / "benchmarks.md")
     pictures.draw_host(counts, args.out / "host.png")

@@ -1,11 +1,11 @@
-"""Time of a real training step on 2 ranks of one host, with gloo groups.
+"""Time of a real training step on the ranks of one host, with gloo groups.
 
-    python benchmarks/train_step.py
+    python benchmarks/train_step.py [--ranks 4]
 
 Forward, backward and optimizer step of GPTs, one thread per rank. The row that nobody
 can beat is the bare model: as many processes, everything replicated, no communication.
-Two sizes are measured in detail, with gloo's own time for the same collectives; the
-others are for step over size.
+Two sizes are measured in detail, with gloo's own time for the same collectives (not
+with --only); the others are for step over size.
 """
 
 from __future__ import annotations
@@ -50,10 +50,11 @@ from implementations import (
 )
 from torch import nn
 
+from fsdp_c.bench._command import positive_int
 from fsdp_c.bench._report import smallest
 from fsdp_c.bench._workload import Transformer
 
-NUM_RANKS = 2
+NUM_RANKS = 2  # by default
 BATCH = 2
 TIME = 32
 IMPLEMENTATIONS = [
@@ -66,7 +67,7 @@ IMPLEMENTATIONS = [
     FSDP2,
     DDP,
 ]
-# Over all sizes.
+# Over all sizes, and on more ranks.
 OVER_SIZE = [BARE, FSDP_C_ORIG, FSDP_C_FULLY, FSDP1_ORIG, FSDP2, DDP]
 GLOO = "gloo"
 
@@ -177,10 +178,12 @@ def time_step(model: nn.Module, args: argparse.Namespace) -> Json:
 def time_gloo(args: argparse.Namespace) -> Json:
     """Time every collective of a step by itself."""
     rows: list[Json] = []
-    for kind, collectives in collectives_of(MODELS[args.model]).items():
+    (model,) = args.model
+    num_ranks = dist.get_world_size()
+    for kind, collectives in collectives_of(MODELS[model]).items():
         for collective in collectives:
-            shard = torch.zeros(-(-collective.numel // NUM_RANKS))
-            whole = torch.zeros(shard.numel() * NUM_RANKS)
+            shard = torch.zeros(-(-collective.numel // num_ranks))
+            whole = torch.zeros(shard.numel() * num_ranks)
 
             def call(
                 name: str = collective.name,
@@ -206,7 +209,8 @@ def run_worker(args: argparse.Namespace) -> None:
         if args.worker == GLOO:
             report_result(args, time_gloo(args))
         else:
-            model = parallelise(MODELS[args.model].create(), args.worker)
+            (size,) = args.model
+            model = parallelise(MODELS[size].create(), args.worker)
             report_result(args, time_step(model, args))
 
 
@@ -216,8 +220,9 @@ def measure(args: argparse.Namespace) -> Json:
     Raises:
         RuntimeError: The implementations' losses differ: one trained wrongly.
     """
-    models = [args.model] if args.model else list(MODELS)
-    detailed = models if args.model else IN_DETAIL
+    models = args.model or list(MODELS)
+    detailed = [model for model in models if args.model or model in IN_DETAIL]
+    takes_gloo = args.only is None
     rows: list[Json] = []
     collectives: list[Json] = []
     jobs = {}
@@ -229,7 +234,7 @@ def measure(args: argparse.Namespace) -> Json:
         names = args.only or (IMPLEMENTATIONS if is_detailed else OVER_SIZE)
         jobs |= {
             f"{model} {name}": [__file__, "--worker", name, *options]
-            for name in (*names, *([GLOO] if is_detailed else []))
+            for name in (*names, *([GLOO] if is_detailed and takes_gloo else []))
         }
 
     def rounds_of(job: str) -> int:
@@ -239,13 +244,13 @@ def measure(args: argparse.Namespace) -> Json:
     results = run_interleaved(
         jobs,
         num_rounds=args.rounds,
-        num_ranks=NUM_RANKS,
+        num_ranks=args.ranks,
         environ=KEPT_HEAP,
         rounds_of=rounds_of,
     )
     for model in models:
         names = [job.partition(" ")[2] for job in jobs if job.startswith(f"{model} ")]
-        is_detailed = GLOO in names
+        has_gloo = GLOO in names
         names = [name for name in names if name != GLOO]
         losses = {name: results[f"{model} {name}"][0]["loss"] for name in names}
         rows += [
@@ -259,14 +264,18 @@ def measure(args: argparse.Namespace) -> Json:
         ]
         losses.pop(BARE, None)
         check_losses(model, losses)
-        if not is_detailed:
+        if not has_gloo:
             continue
         per_round = [run["collectives"] for run in results[f"{model} {GLOO}"]]
         for same in zip(*per_round, strict=True):
             best = {**same[0], "call_ms": smallest(same, "call_ms")}
             collectives.append({"model": model, **best})
     data = results_of("train_step", args, results=rows, collectives=collectives)
-    data["settings"]["optimizer"] = args.optimizer
+    data["settings"] |= {
+        "optimizer": args.optimizer,
+        "ranks": args.ranks,
+        "in_detail": detailed,
+    }
     return data
 
 
@@ -278,8 +287,9 @@ def describe(model: str) -> str:
 
 
 def detailed_models(data: Json) -> list[str]:
-    """Return the models that were measured with all implementations."""
-    return list(dict.fromkeys(row["model"] for row in data["collectives"]))
+    """Return the models that have a table each."""
+    models: list[str] = data["settings"]["in_detail"]
+    return models
 
 
 def render_steps(data: Json, model: str, *, markdown: bool) -> str:
@@ -317,6 +327,15 @@ def over_size(data: Json) -> dict[str, dict[float, Json]]:
             million = num_params(row["model"]) / 1e6
             found[row["implementation"]][million] = row
     return found
+
+
+def render_all(data: Json, *, markdown: bool) -> str:
+    """Return the tables of the models that have one, below their names."""
+    return "\n\n".join(
+        f"{describe(model)} parameters.\n\n"
+        + render_steps(data, model, markdown=markdown)
+        for model in detailed_models(data)
+    )
 
 
 def render_over_size(data: Json, *, markdown: bool) -> str:
@@ -371,14 +390,14 @@ def render_collectives(data: Json, *, markdown: bool) -> str:
 def show(data: Json, args: argparse.Namespace) -> str:
     """Return all tables, each below its heading."""
     parts = [
-        f"{NUM_RANKS} ranks, gloo groups, {BATCH} x {TIME} bytes per rank, "
+        f"{args.ranks} ranks, gloo groups, {BATCH} x {TIME} bytes per rank, "
         f"{args.optimizer}; smallest of {args.rounds} medians of {args.steps} steps"
     ]
-    for model in detailed_models(data):
-        table = render_steps(data, model, markdown=args.markdown)
-        parts.append(f"{describe(model)} parameters\n{table}")
+    parts.append(render_all(data, markdown=args.markdown))
     parts.append(f"over size\n{render_over_size(data, markdown=args.markdown)}")
-    parts.append(f"gloo's own time\n{render_collectives(data, markdown=args.markdown)}")
+    if data["collectives"]:
+        table = render_collectives(data, markdown=args.markdown)
+        parts.append(f"gloo's own time\n{table}")
     return "\n\n".join(parts)
 
 
@@ -386,7 +405,10 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = make_parser(__doc__, steps=20, warmup=5, rounds=3)
     parser.add_argument("--only", nargs="+", choices=IMPLEMENTATIONS)
-    parser.add_argument("--model", choices=list(MODELS), help="one size (default: all)")
+    parser.add_argument(
+        "--model", nargs="+", choices=list(MODELS), help="sizes (default: all)"
+    )
+    parser.add_argument("--ranks", type=positive_int, default=NUM_RANKS)
     parser.add_argument("--optimizer", choices=["sgd", "adamw"], default="sgd")
     return parser
 
