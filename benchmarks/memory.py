@@ -61,10 +61,10 @@ TITLES = {
     BF16: "bf16 mixed precision, reduction in fp32",
 }
 ABOVE = """\
-Over gloo the unit that runs needs its whole parameters. Where the last column is about
-as large as the one before it, or larger, a smaller peak would need units that run with
-a part of their parameters, or less of what is not parameters: optimizer state,
-activations, gradients that are not reduced yet."""
+Over gloo a unit that runs needs its whole parameters at once. Where the goal is between
+the peak and the peak without a block, only units that run with a part of their
+parameters would meet it. `no_sync()` with HYBRID_SHARD keeps whole gradients, as
+FSDP1's; torch's smallest row there keeps sharded ones."""
 GLOO = "gloo"
 SHM = "shm"
 
@@ -260,7 +260,7 @@ def block_nbytes(data: Json) -> int:
 
 
 def render_above_goal(data: Json, *, markdown: bool) -> str:
-    """Return the rows of fsdp_c above GOAL, and what they hold beside a block."""
+    """Return the rows of fsdp_c above GOAL, with and without a block's parameters."""
     block = block_nbytes(data)
     cells = []
     for row in data["results"]:
@@ -273,8 +273,8 @@ def render_above_goal(data: Json, *, markdown: bool) -> str:
         name = f"{title(data, _group(row))}: {row['label']}"
         sizes = (total, GOAL * smallest, total - block)
         cells.append([name, *(f"{size / MIB:.1f}" for size in sizes)])
-    headers = ["MiB per rank", "peak", f"{GOAL} of torch's smallest"]
-    return format_table([*headers, "without the block"], cells, markdown=markdown)
+    headers = ["MiB per rank", "peak", f"goal: {GOAL} of torch's smallest"]
+    return format_table([*headers, "without a block"], cells, markdown=markdown)
 
 
 def render(data: Json, group: str, *, markdown: bool) -> str:
