@@ -27,8 +27,17 @@ namespace fsdp_torch {
 
 C10dGroup::C10dGroup() = default;
 C10dGroup::C10dGroup(const C10dGroup &) = default;
-C10dGroup &C10dGroup::operator=(const C10dGroup &) = default;
-C10dGroup::~C10dGroup() = default;
+
+C10dGroup &C10dGroup::operator=(const C10dGroup &other) {
+  ProcessGroupPtr old = std::exchange(process_group, other.process_group);
+  GroupFacts::operator=(other);
+  drop_group(old);
+  return *this;
+}
+
+C10dGroup::~C10dGroup() {
+  drop_group(process_group);
+}
 
 namespace over_c10d {  // the names stand in other files, too
 namespace {

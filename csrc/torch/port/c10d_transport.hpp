@@ -17,15 +17,14 @@ class Work;
 
 namespace fsdp_torch {
 
-// A process group and what is to be known about its backend on a device.
-struct C10dGroup {
-  // Not inline: files without c10d's headers hold groups, too.
-  C10dGroup();
-  C10dGroup(const C10dGroup &);
-  C10dGroup &operator=(const C10dGroup &);
-  ~C10dGroup();
+using ProcessGroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-  c10::intrusive_ptr<c10d::ProcessGroup> process_group;
+// Lets go of a group, without the GIL: gloo's destructor waits for its threads,
+// and one of them may wait for the GIL, to free a tensor of a call that ended.
+void drop_group(ProcessGroupPtr &group) noexcept;
+
+// What is to be known about a group's backend on a device.
+struct GroupFacts {
   c10::Device device{c10::DeviceType::CPU};
   int64_t rank = 0;
   int64_t world_size = 1;
@@ -35,6 +34,16 @@ struct C10dGroup {
   // Without one (a group written in Python) only the calls that Python can
   // override work.
   bool has_backend = true;
+};
+
+struct C10dGroup : GroupFacts {
+  // Not inline: files without c10d's headers hold groups, too.
+  C10dGroup();
+  C10dGroup(const C10dGroup &);
+  C10dGroup &operator=(const C10dGroup &);
+  ~C10dGroup();
+
+  ProcessGroupPtr process_group;
 };
 
 std::shared_ptr<fsdp_transport> make_c10d_transport(const C10dGroup &group);
