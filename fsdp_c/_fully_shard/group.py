@@ -153,9 +153,7 @@ class Group:
                 offloads=self.arguments.offloads,
                 shard_dims=[cut.dim for cut in self.cuts],
                 part_group=self.arguments.part_group if self.keeps_part else None,
-                extended=[
-                    index in self._extensions for index in range(len(self._plain))
-                ],
+                extended=[i in self._extensions for i in range(len(self._plain))],
             )
             self.comms.apply(self.unit)
             self._shown = [self._show(index) for index in range(len(self._plain))]

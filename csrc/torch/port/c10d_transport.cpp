@@ -4,6 +4,7 @@
 #include <ATen/ATen.h>
 #include <ATen/ThreadLocalPythonObjects.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <Python.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/util/SmallVector.h>
 
@@ -24,6 +25,20 @@
 #include "torch/port/nccl_group.hpp"
 
 namespace fsdp_torch {
+
+namespace {
+
+// Without the GIL: gloo's destructor waits for its threads, and one of them may
+// wait for the GIL, to free a tensor of a call that ended.
+void drop_group(ProcessGroupPtr &group) noexcept {
+  if (!group) return;
+  const bool has_gil = Py_IsInitialized() != 0 && PyGILState_Check() != 0;
+  PyThreadState *state = has_gil ? PyEval_SaveThread() : nullptr;
+  group.reset();
+  if (state != nullptr) PyEval_RestoreThread(state);
+}
+
+}  // namespace
 
 C10dGroup::C10dGroup() = default;
 C10dGroup::C10dGroup(const C10dGroup &) = default;

@@ -19,10 +19,6 @@ namespace fsdp_torch {
 
 using ProcessGroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-// Lets go of a group, without the GIL: gloo's destructor waits for its threads,
-// and one of them may wait for the GIL, to free a tensor of a call that ended.
-void drop_group(ProcessGroupPtr &group) noexcept;
-
 // What is to be known about a group's backend on a device.
 struct GroupFacts {
   c10::Device device{c10::DeviceType::CPU};

@@ -483,16 +483,6 @@ Group group_from(PyObject *object, c10::Device device) {
   return group;
 }
 
-void drop_group(ProcessGroupPtr &group) noexcept {
-  if (!group) return;
-  if (Py_IsInitialized() == 0 || PyGILState_Check() == 0) {
-    group.reset();
-    return;
-  }
-  const pybind11::gil_scoped_release no_gil;
-  group.reset();
-}
-
 PyObject *group_object(const Group &group) {
   return pybind11::cast(group.process_group).release().ptr();
 }
