@@ -114,8 +114,8 @@ int fsdp_unit_object_leave_forward(unit_object *self) {
     return 0;
   }
   PyErr_Fetch(&type, &value, &traceback);
-  int result = show(self, fsdp_torch_unit_shown_after_forward(self->unit));
-  if (result == 0) result = fsdp_torch_unit_follow_end_of_forward(self->unit);
+  const int result =
+      show(self, fsdp_torch_unit_shown_after_forward(self->unit));
   if (result < 0 && type != NULL) PyErr_Clear(); /* the first error counts */
   if (type == NULL) return result;
   PyErr_Restore(type, value, traceback);

@@ -275,10 +275,6 @@ struct _object *fsdp_torch_unit_part_of(fsdp_torch_unit *unit, int64_t index);
  * that the unit keeps, which the engine remembers then. GIL. */
 fsdp_torch_shown fsdp_torch_unit_shown_after_forward(fsdp_torch_unit *unit)
     FSDP_NOEXCEPT;
-/* Where a forward has ended, maybe the outermost: tensor parallel units that
- * keep nothing then register their plain parameters. GIL. 0, or -1 with an
- * exception. */
-int fsdp_torch_unit_follow_end_of_forward(fsdp_torch_unit *unit) FSDP_NOEXCEPT;
 /* Before a new iteration drops what units keep, or what a backward that raised
  * left: registers the sharded parameters again, but for units that the user
  * unsharded. Cheap if nothing is kept. GIL, released while it waits for that

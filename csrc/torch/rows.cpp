@@ -385,14 +385,6 @@ fsdp_torch_shown fsdp_torch_unit_shown_after_forward(
   return fsdp_torch::shown_at_rest(*unit->self);
 }
 
-int fsdp_torch_unit_follow_end_of_forward(fsdp_torch_unit *unit) noexcept {
-  const auto &engine = unit->self->engine;
-  if (!engine || !engine->shows_kept || fsdp_engine_in_forward(engine->core)) {
-    return 0;
-  }
-  return fsdp_torch::show_kept_parallel(*engine);
-}
-
 int fsdp_torch_unit_hide_kept(fsdp_torch_unit *unit) noexcept {
   const auto &engine = unit->self->engine;
   if (engine && engine->shows_plain) {

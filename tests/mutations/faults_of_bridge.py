@@ -44,15 +44,6 @@ FAULTS = (
         "test_tensor_parallel_between_passes.py",
     ),
     bridge_fault(
-        "DTensors of units that keep nothing stay registered after forward",
-        "fsdp_torch_unit_follow_end_of_forward",
-        (
-            "return fsdp_torch::show_kept_parallel(*engine)",
-            "return MUTANT ? 0 : fsdp_torch::show_kept_parallel(*engine)",
-        ),
-        "test_tensor_parallel_between_passes.py",
-    ),
-    bridge_fault(
         "a write into a kept DTensor goes unnoticed",
         "version_of",
         never("param.parallel_local.defined()"),
