@@ -75,8 +75,8 @@ its memory ([how](../guide/faq.md#steps-on-a-cpu-vary-from-run-to-run)).
 
 ### On {num_more_ranks} ranks
 
-The same on {num_more_ranks} ranks, two for each core: ranks that wait for each other
-also wait for a core.
+The same on {num_more_ranks} ranks. Where these are more than the cores, ranks that wait
+for each other also wait for a core.
 
 {more_ranks}
 
@@ -183,7 +183,7 @@ memory before and the result, on the rank that needs most.
 {tables}
 """
 
-# Of ranks that share the cores: what is measured over all sizes, on two of them.
+# On more ranks: the two sizes in detail, of what is measured over all sizes.
 MORE_RANKS = ["--ranks", "4", "--model", *train_step.IN_DETAIL]
 MORE_RANKS += ["--only", *train_step.OVER_SIZE]
 
@@ -258,7 +258,7 @@ def state_dict_section(states: Json) -> str:
 def write_markdown(results: list[Json], path: Path) -> None:
     """Write the page."""
     host, counts, step, more, peaks, ways, states = results
-    commands = dict.fromkeys([host["command"], counts["command"], step["command"]])
+    commands = dict.fromkeys(each["command"] for each in (host, counts, step, more))
     machine = environment_line(host["environment"])
     if step["environment"] != host["environment"]:
         machine += f" (training step: {environment_line(step['environment'])})"

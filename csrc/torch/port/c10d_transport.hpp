@@ -32,6 +32,7 @@ struct GroupFacts {
   bool has_backend = true;
 };
 
+// A process group. The last reference to it goes without the GIL.
 struct C10dGroup : GroupFacts {
   // Not inline: files without c10d's headers hold groups, too.
   C10dGroup();
