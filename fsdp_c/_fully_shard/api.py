@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,10 +12,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp_c._fully_shard.arguments import Arguments, check_arguments
-from fsdp_c._fully_shard.group import Group, Place, group_of, own_modules
+from fsdp_c._fully_shard.group import Group, group_of, own_modules
 from fsdp_c._fully_shard.meshes import data_mesh_from
 from fsdp_c._fully_shard.module import FSDPModule, _check_fsdp_modules
 from fsdp_c._fully_shard.rows import shard_param
+from fsdp_c._fully_shard.sharded_params import Place, register
+from fsdp_c._fully_shard.shared_engine import run_forward
 from fsdp_c._fully_shard.stages import StageState
 from fsdp_c._fully_shard.torch_state_dicts import correct_state_dicts
 from fsdp_c._torch_compat import interpreted, note_fully_sharded
@@ -50,8 +52,9 @@ def fully_shard(
         module: The module, or modules that are one group.
         mesh: 1-D, or 2-D ``(replicate, shard)`` with names, or, with ``dp_mesh_dims``,
             the one that all parameters are on; all ranks if None.
-        reshard_after_forward: Free the parameters after forward and gather them again
-            for backward. If None, all but the root's.
+        reshard_after_forward: Reshard the parameters after forward and gather them
+            again for backward. None: True for all groups but the root's. An int N:
+            between forward and backward keep each parameter sharded over N ranks.
         shard_placement_fn: The dimension in which a parameter is cut, as a Shard, or
             a ShardPlacementResult, which has a mesh, too: parameters of one mesh are a
             unit.
@@ -122,8 +125,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     @interpreted
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
-        group = module._fsdp_c_groups[0]
-        return group.run(cast("nn.Module", module), method, args, kwargs)
+        return run_forward(module, method, args, kwargs)
 
     setattr(module, method_name, run)
 
@@ -214,10 +216,7 @@ def _make_groups(
             mark_sharded(param, found[param][0][2])  # whoever shares it is told
             vars(new).pop("_fsdp_flattened", None)
             for module, name, fqn in found[param]:
-                if type(module).__setattr__ is nn.Module.__setattr__:
-                    module._parameters[name] = new
-                else:  # an RNN keeps lists of its parameters
-                    setattr(module, name, new)
+                register(module, name, new)
                 places.append(Place(module, name, fqn, index))
         cuts = tuple(making.params.values())
         groups.append(Group(modules, making.arguments, places, making.sharded, cuts))

@@ -14,7 +14,7 @@ from fsdp_c._torch_compat import local_tensor
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse what cannot be captured. Changes nothing.
+    """Refuse what cannot be captured. Reshards what forwards left unsharded.
 
     Raises:
         RuntimeError: With the reason and a remedy.
@@ -57,8 +57,8 @@ def check_optimizer(optimizer: Optimizer, device: torch.device) -> None:
     for group in optimizer.param_groups:
         if group.get("capturable", True) is False:
             raise RuntimeError(
-                f"{name} counts its steps on the host, and a graph would repeat one of "
-                f"them: make it with {name}(..., capturable=True)"
+                f"{name} counts its steps on the host, and every replay of a graph "
+                f"would use the same count: construct {name}(..., capturable=True)"
             )
         for key, value in group.items():
             if isinstance(value, torch.Tensor) and value.device.type != device.type:
@@ -69,7 +69,7 @@ def check_optimizer(optimizer: Optimizer, device: torch.device) -> None:
 
 
 def check_optimizer_state(optimizer: Optimizer, device: torch.device) -> None:
-    """The same for the state that the first steps made.
+    """Refuse state from the first steps that a graph would not update.
 
     Raises:
         RuntimeError: With the reason and a remedy.
@@ -79,8 +79,8 @@ def check_optimizer_state(optimizer: Optimizer, device: torch.device) -> None:
             if isinstance(value, torch.Tensor) and value.device.type != device.type:
                 raise RuntimeError(
                     f"{type(optimizer).__name__} keeps {key!r} of its state on "
-                    f"{value.device}, and a graph would not change it: use an "
-                    "optimizer with capturable=True, as AdamW"
+                    f"{value.device}, and a graph would not update it: use an "
+                    "optimizer that has capturable=True, such as AdamW"
                 )
 
 

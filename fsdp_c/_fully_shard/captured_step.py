@@ -65,7 +65,7 @@ class CapturedStep:
 
         Raises:
             RuntimeError: The step cannot be captured; the model is then as it was
-                before the call. Or what was captured is no more what would run.
+                before the call. Or something that replays depend on has changed.
             ValueError: The inputs are not like those that were captured.
         """
         leaves, structure = tree_flatten(inputs)
@@ -115,7 +115,7 @@ class _Graph:
     _graph: Any = None
 
     def __init__(self, owner: CapturedStep, leaves: list[Any], structure: Any) -> None:
-        self._owner = weakref.proxy(owner)  # which goes at once when it is dropped
+        self._owner = weakref.proxy(owner)  # no cycle: it is freed once it is dropped
         self._module = owner._module
         self._structure = structure
         self._static = [
@@ -154,7 +154,7 @@ class _Graph:
                 inputs = tree_unflatten(self._static, self._structure)
                 self._outputs = owner._run(inputs)
                 self._each(_native.JOIN_LANES)
-            except BaseException:  # that is the error to see, not the one of the end
+            except BaseException:  # raise this one, not an error of capture_end()
                 with contextlib.suppress(RuntimeError):
                     self._graph.capture_end()
                 raise
@@ -164,7 +164,7 @@ class _Graph:
             raise RuntimeError(
                 f"{type(owner._optimizer).__name__} changes its param_groups, or adds "
                 "to its state, in the step that was captured: a replay would do "
-                "neither; give it a longer warmup, or train without capture_step"
+                "neither; pass a larger warmup, or train without capture_step"
             )
 
     def _each(self, stage: int) -> None:
@@ -287,8 +287,8 @@ def _raise_failure(failure: BaseException | None) -> None:
     raise RuntimeError(
         f"the step cannot be captured in a graph: {failure}\nThe model is as it was "
         "before this call. Inside a captured step the host must not wait for the "
-        "device, nor decide by values that it computes: no .item(), .cpu(), print() "
-        "or `if` of a tensor, no tensors of the host"
+        "device or branch on values that the device computes: no .item(), .cpu(), "
+        "print() or `if` of a tensor, and no CPU tensors"
     ) from failure
 
 

@@ -27,7 +27,7 @@ class Comms:
         all_gather: torch's AllGather; None: the transport does it.
         reduce_scatter: torch's ReduceScatter; likewise.
         hook: Called with the reduced gradients; None: nothing.
-        stream: On which; None: the one of the reduction.
+        stream: The stream that the hook runs on; None: that of the reduction.
     """
 
     def __init__(self) -> None:
@@ -46,10 +46,12 @@ class Comms:
         unit.set_custom(self._run, sum(kind for kind, each in kinds.items() if each))
 
     def check_own_memory(self, method: str) -> None:
-        """Check that none is set, as torch does before it sets where memory is from.
+        """Check that no custom collective is set.
+
+        torch checks this in the methods that choose the memory of collectives.
 
         Raises:
-            AssertionError: One is; the message names ``method``.
+            AssertionError: One is set; the message names ``method``.
         """
         for what, comm in (
             ("all gather", self.all_gather),
@@ -118,7 +120,7 @@ class Comms:
             own.copy_(part)
 
     def _show(self, owns: Sequence[Tensor], scale: float) -> None:
-        """Call the hook with the mean of all gradients, and take what it made of it."""
+        """Call the hook with the averaged gradients, and copy its changes back."""
         assert self.hook is not None
         reduced = torch.cat(list(owns)).mul_(scale)
         if self.stream is None:

@@ -9,8 +9,9 @@ from torch.distributed import ProcessGroup
 
 from fsdp_c import _native
 from fsdp_c._engines.engine import ensure_engines
-from fsdp_c._fully_shard.group import Group, ensure_engine, group_of, groups_in
+from fsdp_c._fully_shard.group import Group, group_of, groups_in
 from fsdp_c._fully_shard.group import own_modules as modules_of
+from fsdp_c._fully_shard.shared_engine import ensure_engine
 from fsdp_c._units.base import ShardedModule, require_sharded, sharded_modules
 from fsdp_c._units.names import clean_name
 from fsdp_c._units.params import own_modules
@@ -83,7 +84,7 @@ def engines_in(model: nn.Module) -> list[_native.Engine]:
     """
     engines = []
     for group in _groups(model):
-        ensure_engine(group.modules[0], group)
+        ensure_engine(group.modules[0])
         assert group.running is not None
         engines.append(group.running.engine)
     engines += ensure_engines(model)
@@ -233,10 +234,12 @@ def _of_module(module: ShardedModule, name: str) -> UnitFacts:
 
 def _of_group(group: Group, name: str) -> UnitFacts:
     arguments = group.arguments
-    is_root = not name if group.running is None else group.is_root
     # A module's further groups have none of their own.
     its_modules = group.modules if group_of(group.modules[0]) is group else ()
-    reshards = group.reshards if group.reshards is not None else not is_root
+    reshards = group.settings.reshards
+    if reshards is None:
+        is_root = not name if group.running is None else group.is_root
+        reshards = not is_root
     return UnitFacts(
         name=group.label(name),
         strategy=_STRATEGIES[arguments.has_replicas, reshards],
@@ -252,24 +255,25 @@ def _of_group(group: Group, name: str) -> UnitFacts:
             for _, module in modules_of(its_modules)
             for buffer in module.buffers(recurse=False)
         ),
-        forward_prefetch=bool(group.prefetches[0]),
+        forward_prefetch=bool(group.settings.prefetches[0]),
         backward_prefetch="BACKWARD_PRE",
     )
 
 
 def _segments(group: Group) -> list[tuple[torch.dtype, bool, int, int, int, int]]:
     """Return the segments that the unit will have: one for each parameter."""
+    params = group.params
     layout = _native.Layout(
         [
             (cut.local_shape.numel(), param.dtype, param.requires_grad)
-            for param, cut in zip(group.sharded, group.cuts, strict=True)
+            for param, cut in zip(params.sharded, params.cuts, strict=True)
         ],
         group.arguments.data.num_shards,
         align_params=False,
         align_shards=False,
         row_numels=[
             cut.local_shape.numel() // max(cut.local_shape[cut.dim], 1)
-            for cut in group.cuts
+            for cut in params.cuts
         ],
     )
     return layout.segments

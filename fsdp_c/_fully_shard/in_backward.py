@@ -118,8 +118,8 @@ class _UnitStep:
                 if key != "params" and not is_same:
                     raise RuntimeError(
                         f"{type(optimizer).__name__} changes {key!r} of its "
-                        f"param_groups when it steps, here once for unit "
-                        f"{self._name!r}: optimizer_in_backward() is for optimizers "
+                        "param_groups in each step, which here means once per unit "
+                        f"({self._name!r}): optimizer_in_backward() is for optimizers "
                         "that treat parameters one by one; step this one after backward"
                     )
         for part in self._parts:

@@ -26,8 +26,8 @@ class DataMesh:
     Attributes:
         mesh: 1-D, or 2-D ``(replicate, shard)``.
         shards: Whether its last dimension cuts parameters; else it replicates them.
-        spmd: The mesh that all parameters are on, of which it is a part; None: they
-            are plain tensors, or on another part of a common mesh.
+        spmd: The mesh that all parameters are on; ``mesh`` is a part of it. None:
+            parameters are plain tensors, or on another part of a common mesh.
         dims: Names of dimensions of ``spmd``: a DataParallelMeshDims.
     """
 

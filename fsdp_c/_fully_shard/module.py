@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
-from fsdp_c._fully_shard.group import Group, ensure_engine, groups_in
+from fsdp_c._fully_shard.group import Group, groups_in
+from fsdp_c._fully_shard.shared_engine import ensure_engine, run_forward
 from fsdp_c._torch_compat import interpreted
 
 
@@ -64,8 +65,7 @@ class FSDPModule(TorchFSDPModule):
                 no memory, or a collective failed.
         """
         run: Any = super().__call__  # type: ignore[misc] # of the module's class
-        group = self._fsdp_c_groups[0]
-        return group.run(cast("nn.Module", self), run, args, kwargs)
+        return run_forward(cast("nn.Module", self), run, args, kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, those of parameters that are unsharded now included.
@@ -81,7 +81,7 @@ class FSDPModule(TorchFSDPModule):
         for group in groups_in(module):
             if not group.shows_kept:
                 continue
-            for param in group.params():
+            for param in group.params.current():
                 if param.grad is not None and not set_to_none:
                     param.grad.zero_()
                 else:
@@ -105,7 +105,7 @@ class FSDPModule(TorchFSDPModule):
             async_op: Return a handle whose ``wait()`` does the second part; the
                 module's forward waits too.
         """
-        ensure_engine(cast("nn.Module", self), self._fsdp_c_groups[0])
+        ensure_engine(cast("nn.Module", self))
         for group in self._fsdp_c_groups:
             assert group.unit is not None
             group.unit.unshard()
@@ -139,7 +139,8 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             RuntimeError: Called on a module that is not the root.
         """
-        self._root("set_manual_backward_finalization").finalizes_by_hand = enabled
+        root = self._root("set_manual_backward_finalization")
+        root.change(finalizes_by_hand=enabled)
 
     def finalize_backward(
         self, *, async_op: bool = False
@@ -158,7 +159,7 @@ class FSDPModule(TorchFSDPModule):
         """
         root = self._root("finalize_backward")
         if root.running is not None:
-            if not root.finalizes_by_hand:
+            if not root.settings.finalizes_by_hand:
                 raise RuntimeError(
                     "finalize_backward requires manual backward finalization. Call "
                     "set_manual_backward_finalization(True) before forward"
@@ -257,7 +258,7 @@ class FSDPModule(TorchFSDPModule):
 
     def _set_prefetches(self, in_backward: int, modules: Sequence[Any]) -> None:
         _check_fsdp_modules(modules)
-        # A module's groups enter like nested modules; see Group.run().
+        # A module's groups enter like nested modules; see run_forward().
         first, *others = self._fsdp_c_groups
         targets = [first, *reversed(others)]
         if in_backward:
@@ -267,10 +268,9 @@ class FSDPModule(TorchFSDPModule):
             targets += reversed(groups) if in_backward else groups
         refs = [weakref.ref(group) for group in targets] if modules else []
         for group in self._fsdp_c_groups:
-            lists = list(group.prefetches)
+            lists = list(group.settings.prefetches)
             lists[in_backward] = refs
-            group.prefetches = tuple(lists)
-            group.apply_settings()
+            group.change(prefetches=tuple(lists))
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the current stream wait for ``event``, as the next all-gather does it."""
@@ -279,11 +279,11 @@ class FSDPModule(TorchFSDPModule):
             wait()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Let backward end before its reductions have, until the last micro-batch.
+        """Choose whether backward waits for its reductions, in all modules of the root.
 
-        The next backward waits for them. Until then ``.grad`` must not be used, except
-        by hooks of ``register_post_accumulate_grad_hook``. On the CPU every backward
-        waits. Also for all modules of the root.
+        With False, the next backward waits for them. Until then ``.grad`` must not be
+        used, except by hooks of ``register_post_accumulate_grad_hook``. On the CPU
+        every backward waits.
 
         Args:
             is_last_backward: Whether the coming backwards wait for their reductions.
@@ -291,8 +291,7 @@ class FSDPModule(TorchFSDPModule):
         group = self._fsdp_c_groups[0]
         root = group if group.running is None else group.running.root()
         if root is not None:
-            root.is_last_backward = is_last_backward
-            root.apply_settings()
+            root.change(is_last_backward=is_last_backward)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
@@ -503,8 +502,8 @@ class FSDPModule(TorchFSDPModule):
 
     def _get_fsdp_state(self) -> Any:
         raise AssertionError(
-            f"No FSDP state found on {type(self).__name__}: fsdp_c's units have none "
-            "of torch's own"
+            f"No FSDP state found on {type(self).__name__}: fsdp_c runs this module "
+            "and keeps no FSDPState of torch's"
         )
 
     def _groups(self, recurse: bool) -> Iterator[Group]:
@@ -516,8 +515,7 @@ class FSDPModule(TorchFSDPModule):
 
 def _set(groups: Iterable[Group], **settings: Any) -> None:
     for group in groups:
-        vars(group).update(settings)
-        group.apply_settings()
+        group.change(**settings)
 
 
 def _check_fsdp_modules(modules: Iterable[Any]) -> None:

@@ -35,5 +35,5 @@ def end_runs(groups: Iterable["weakref.ref[Any]"]) -> None:
         group = ref()
         if group is None or group.is_in_step or not group.runs.end():
             continue
-        if group.reshards_after_forward():
+        if group.reshards_after_forward:
             group.unit.reshard()

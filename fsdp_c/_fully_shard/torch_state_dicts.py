@@ -1,7 +1,7 @@
 """What torch.distributed.checkpoint.state_dict gets wrong for models of fully_shard().
 
-* It takes the first name only of a module that has several. The state dict has all of
-  them, so it loads a full one as plain tensors into DTensors, which fails.
+* Of a module with several names it knows only the first. The state dict has all names,
+  so under the others it loads plain tensors into DTensors, which fails.
 * With ``full_state_dict`` and ``flatten_optimizer_state_dict`` it compares the flat
   state that it is to load with the names of another flat state, which fails.
 * From whole tensors it cannot take parts of different sizes that tensor parallel ranks
@@ -30,9 +30,10 @@ from fsdp_c._units.cuts import as_dtensor
 
 @functools.cache
 def correct_state_dicts() -> None:
-    """Put that right, once.
+    """Correct all of the above, once per process.
 
-    All but the parts of tensor parallel ranks for models of fully_shard() only.
+    The correction for tensor parallel ranks applies to every model, the others only to
+    models of fully_shard().
     """
     checkpoint = checkpoint_state_dict()
     iterate = checkpoint._iterate_valid_model_state
@@ -72,7 +73,7 @@ def correct_state_dicts() -> None:
     @functools.wraps(load)
     def load_flat(model: nn.Module, optims: Any, state_dict: Any, info: Any) -> Any:
         if _is_ours(model):
-            # It is to be seen in what is loaded whether that is flat.
+            # The loaded state itself shows whether it is flat.
             info = replace(info, flatten_optimizer_state_dict=False)
         return load(model, optims, state_dict, info)
 

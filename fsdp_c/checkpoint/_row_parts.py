@@ -56,7 +56,7 @@ class RowPart(ParamPart):
 
     @property
     def _cut(self) -> Cut:
-        return self.group.cuts[self.index]
+        return self.group.params.cuts[self.index]
 
     @cached_property
     def _is_rows(self) -> bool:
@@ -139,8 +139,8 @@ def parts_in(model: nn.Module) -> dict[str, ParamPart]:
 def _row_parts(model: nn.Module, groups: Mapping[Group, str]) -> dict[str, ParamPart]:
     where: dict[tuple[nn.Module, str], tuple[Group, int]] = {}
     for group, name in groups.items():
-        group.check_memory(f"{name}." if name else "")
-        for place in group.places:
+        group.params.check_memory(f"{name}." if name else "")
+        for place in group.params.places:
             where[place.module, place.name] = group, place.param
     sharded: dict[tuple[Group, int], list[str]] = {}
     others: dict[nn.Parameter, list[str]] = {}
@@ -159,7 +159,7 @@ def _row_parts(model: nn.Module, groups: Mapping[Group, str]) -> dict[str, Param
     parts = [
         _row_part(group, index, sharded[group, index])
         for group in groups
-        for index in range(len(group.params()))
+        for index in range(len(group.params.current()))
         if (group, index) in sharded
     ]
     parts += [whole_part(param, names, None) for param, names in others.items()]
@@ -167,7 +167,7 @@ def _row_parts(model: nn.Module, groups: Mapping[Group, str]) -> dict[str, Param
 
 
 def _row_part(group: Group, index: int, names: list[str]) -> ParamPart:
-    param = group.params()[index]
+    param = group.params.current()[index]
     shape = param.shape
     data = group.arguments.data
     begin, end = rows_of(shape[0], data.num_shards, data.shard_rank)

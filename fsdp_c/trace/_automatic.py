@@ -92,18 +92,12 @@ class _BeforeRun:
     ) -> None:
         group = group_of(root)
         assert group is not None
-        self._attributes = vars(group)
-        run = group.run
-
-        def watched(module: nn.Module, function: Any, args: Any, kwargs: Any) -> Any:
-            before(module, args)
-            return run(module, function, args, kwargs)
-
-        self._attributes["run"] = watched
+        self._group = group
+        group.before_run = before
 
     def remove(self) -> None:
         """Call no more."""
-        self._attributes.pop("run", None)
+        self._group.before_run = None
 
 
 def install(folder: str) -> None:

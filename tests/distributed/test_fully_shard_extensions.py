@@ -85,7 +85,7 @@ def test_quantized_gathers(world_size: int) -> None:
         optimizer.zero_grad()
     # Once for forward, once for backward.
     assert extension.calls == ["pre", "post"] + ["pre", "post out"] * 5
-    gathered = model[0]._fsdp_c_groups[0]._extensions[0]
+    gathered = model[0]._fsdp_c_groups[0].params._extensions[0]
     held = [t.untyped_storage().nbytes() for t in [*gathered._outputs, gathered.param]]
     assert held == [0, 0, 0]
 

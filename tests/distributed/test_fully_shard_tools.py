@@ -113,7 +113,7 @@ def test_trace_of_a_script_that_cannot_be_changed(rank: int, tmp_path: Path) -> 
     recorded = trace.load(tmp_path).recorded
     assert [unit.name for unit in recorded[0].units] == ["", "blocks.0"]
     assert len(lanes_of(recorded[0]).steps) == 3
-    assert vars(model._fsdp_c_groups[0]).get("run") is None
+    assert model._fsdp_c_groups[0].before_run is None
 
 
 @distributed(world_size=2)

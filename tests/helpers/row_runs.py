@@ -154,7 +154,7 @@ class RowRun(Differential):
             factor = rng.choice([1.0, 2.0, 3.0, 0.5])
             module: Any = group.modules[0]
             module.set_gradient_divide_factor(factor)
-            for param in group.sharded:
+            for param in group.params.sharded:
                 self.ratios[names[id(param)]] = self.world_size / factor
 
     # Comparing ------------------------------------------------------------------

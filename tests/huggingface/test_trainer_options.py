@@ -120,7 +120,7 @@ def _groups(*units: str, reshards: bool | None = True) -> Callable[[Any], None]:
         assert sorted(found) == sorted(units)
         for group in groups:
             if type(group.modules[0]).__name__ == "FSDPLlamaDecoderLayer":
-                assert group.reshards is reshards
+                assert group.settings.reshards is reshards
         for param in model.parameters():
             assert isinstance(param, DTensor)
 

@@ -1,0 +1,326 @@
+"""The sharded parameters of a group, and what modules see in their places.
+
+Outside a step modules have the sharded parameters registered: DTensors. While the
+parameters are whole, modules see plain ones, or DTensors of a tensor parallel mesh
+only; while a small group keeps a part of each, DTensors over that part. The unit
+registers the others, from the lists that :meth:`ShardedParams.bind` gives it.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fsdp_c import _native
+from fsdp_c._fully_shard.arguments import Arguments
+from fsdp_c._fully_shard.extension import Extension, is_extended
+from fsdp_c._fully_shard.rows import plain_param
+from fsdp_c._torch_compat import interpreted_with_callees
+from fsdp_c._units.cuts import (
+    Cut,
+    as_dtensor,
+    local_grad,
+    local_of,
+    parallel_param,
+)
+
+
+class Place(NamedTuple):
+    """Where a module has a parameter of the group."""
+
+    module: nn.Module
+    name: str  # in the module
+    fqn: str  # from the module that was passed
+    param: int  # in ShardedParams.sharded
+
+
+class ShardedParams:
+    """The parameters of one group.
+
+    Attributes:
+        places: Where the modules have them.
+        sharded: The sharded parameters, as last seen; see :meth:`current`.
+        cuts: How each is cut.
+        plain: What the unit gathers; empty without a unit.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        arguments: Arguments,
+        places: Sequence[Place],
+        sharded: Sequence[nn.Parameter],
+        cuts: Sequence[Cut],
+    ) -> None:
+        """Take what fully_shard() made; ``owner`` is the module's class, for errors."""
+        self._owner = owner
+        self._arguments = arguments
+        self.places = tuple(places)
+        self.sharded = list(sharded)
+        self.cuts = tuple(cuts)
+        self._unit: _native.Unit | None = None
+        self.plain: list[nn.Parameter] = []
+        self._shown: list[nn.Parameter] = []
+        self._parts: list[nn.Parameter | None] = []
+        self._extensions: dict[int, Extension] = {}
+
+    @property
+    def has_parallel(self) -> bool:
+        """Whether one is a DTensor of a tensor parallel mesh."""
+        return any(cut.parallel is not None for cut in self.cuts)
+
+    @property
+    def extended(self) -> list[bool]:
+        """Whether each has fsdp_pre_all_gather."""
+        return [index in self._extensions for index in range(len(self.plain))]
+
+    def current(self) -> list[nn.Parameter]:
+        """Return the sharded parameters, with what the user registered instead."""
+        if self._unit is None:
+            self._take_registered()
+        else:
+            self._adopt_replaced()
+        return self.sharded
+
+    def _take_registered(self) -> None:
+        for place in self.places:
+            param = place.module._parameters.get(place.name)
+            self._check_replacement(place, param)
+            assert isinstance(param, nn.Parameter)
+            self.sharded[place.param] = param
+
+    def _check_replacement(self, place: Place, param: Any) -> None:
+        old = self.sharded[place.param]
+        if (
+            isinstance(param, nn.Parameter)
+            and isinstance(param, DTensor)
+            and param.shape == old.shape
+            and param.placements == self.cuts[place.param].placements
+        ):
+            return
+        raise RuntimeError(
+            f"parameter {place.fqn!r} of {self._owner} is no longer "
+            f"the DTensor of shape {tuple(old.shape)} that fully_shard() registered: "
+            "replace it by one with the same placements, or copy values into it"
+        )
+
+    def check_memory(self, prefix: str) -> None:
+        """Check that every parameter has memory where the group computes.
+
+        ``prefix`` is that of names in messages.
+
+        Raises:
+            RuntimeError: One has none yet, or is elsewhere.
+        """
+        on_meta = [
+            prefix + place.fqn
+            for place in self.places
+            if self.sharded[place.param].is_meta
+        ]
+        if on_meta:  # torch's first words
+            raise RuntimeError(
+                "FSDP parameters should be materialized from meta device before "
+                f"training, but the following were still on meta device: {on_meta}\n"
+                "For example, call module.to_empty(device) to materialize to device "
+                "and call module.reset_parameters() on each module to initialize "
+                "values."
+            )
+        arguments = self._arguments
+        device = torch.device("cpu") if arguments.offloads else arguments.device
+        for place in self.places:
+            param = self.sharded[place.param]
+            if local_of(param).device.type != device.type:
+                raise RuntimeError(
+                    f"parameter {prefix + place.fqn!r} is on "
+                    f"{local_of(param).device}, but its group keeps its shards on "
+                    f"{device}: move the module there"
+                )
+
+    # A unit's life ---------------------------------------------------------
+
+    def prepare(self, prefix: str) -> None:
+        """Make the plain parameters of a new unit, of those registered now.
+
+        ``prefix`` is that of names in messages.
+
+        Raises:
+            RuntimeError: A parameter has no memory yet, or is elsewhere.
+        """
+        self._take_registered()
+        self.check_memory(prefix)
+        self.plain = [
+            plain_param(sharded, cut)
+            for sharded, cut in zip(self.sharded, self.cuts, strict=True)
+        ]
+        self._extensions = self._find_extensions()
+
+    def bind(self, unit: _native.Unit, *, keeps_part: bool) -> None:
+        """Let the unit's shard be their memory, and the unit register what is shown."""
+        self._unit = unit
+        indices = range(len(self.plain))
+        self._shown = [self._show(unit, index) for index in indices]
+        self._parts = [
+            self._part_of(unit, index) if keeps_part else None for index in indices
+        ]
+        for index in indices:
+            self._bind_sharded(unit, index)
+        self._bind_rows(unit)
+
+    def unbind(self) -> None:
+        """Let the unit go: the sharded parameters keep their memory."""
+        self._unit = None
+        self.plain = []
+        self._shown = []
+        self._parts = []
+        self._extensions = {}
+
+    def _bind_sharded(self, unit: _native.Unit, index: int) -> None:
+        sharded = self.sharded[index]
+        unit.bind_sharded(index, sharded, local_of(sharded))
+
+    def _bind_rows(self, unit: _native.Unit) -> None:
+        owner = weakref.ref(self)  # the unit must not keep this object
+        cuts, extensions = self.cuts, self._extensions
+
+        def make_grad(index: int, local: Tensor) -> tuple[Tensor, Tensor]:
+            cut = cuts[index]
+            grad = as_dtensor(local, cut.shape, cut.mesh, cut.placements)
+            return grad, local_of(grad)
+
+        def take_local_grad(index: int, grad: Tensor) -> Tensor:
+            return local_grad(grad, cuts[index])
+
+        @interpreted_with_callees
+        def extend(index: int, stage: int) -> Any:
+            return extensions[index].run(stage)
+
+        @interpreted_with_callees
+        def on_replaced() -> None:
+            params = owner()
+            if params is not None:
+                params._adopt_replaced()
+
+        unit.bind_rows(
+            [
+                (
+                    place.module._parameters,
+                    place.name,
+                    self.sharded[place.param],
+                    self._shown[place.param],
+                    self._parts[place.param],
+                    None if has_plain_setattr(place.module) else place.module,
+                )
+                for place in self.places
+            ],
+            make_grad,
+            on_replaced,
+            take_local_grad if self.has_parallel else None,
+            extend if extensions else None,
+        )
+
+    def _adopt_replaced(self) -> None:
+        """Go on with sharded parameters that the user registered instead."""
+        assert self._unit is not None
+        new: dict[int, nn.Parameter] = {}
+        for place in self.places:
+            param = place.module._parameters.get(place.name)
+            if param is self._shown[place.param] or param is self.sharded[place.param]:
+                continue
+            self._check_replacement(place, param)
+            assert isinstance(param, nn.Parameter)
+            new[place.param] = param
+        for index, param in new.items():
+            self.sharded[index] = param
+            if index in self._extensions:
+                self._extensions[index].sharded = param
+            self._bind_sharded(self._unit, index)
+        self._bind_rows(self._unit)
+
+    # What is shown ---------------------------------------------------------
+
+    def _show(self, unit: _native.Unit, index: int) -> nn.Parameter:
+        """Return what modules see of a parameter while it is whole."""
+        plain, cut = self.plain[index], self.cuts[index]
+        if cut.parallel is None:
+            return plain
+        dtype = self._arguments.precision.param_dtype
+        if dtype is None or not plain.is_floating_point():
+            dtype = plain.dtype
+        shown = parallel_param(plain, cut, dtype)
+        unit.bind_parallel(index, shown, local_of(shown))
+        return shown
+
+    def _part_of(self, unit: _native.Unit, index: int) -> nn.Parameter | None:
+        """Return what modules see of it while a small group keeps a part."""
+        mesh = self._arguments.part_mesh
+        if mesh is None:
+            return None
+        placements = (Replicate(), Shard(self.cuts[index].dim))
+        local = unit.part_of(index)
+        sharded = self.sharded[index]
+        part = as_dtensor(local, sharded.shape, mesh, placements)
+        return nn.Parameter(part, sharded.requires_grad)
+
+    def _find_extensions(self) -> dict[int, Extension]:
+        """Return the parameters that have fsdp_pre_all_gather."""
+        found: dict[int, Extension] = {}
+        for place in self.places:
+            index, local = place.param, local_of(self.sharded[place.param])
+            if index in found:
+                continue
+            if not is_extended(local):
+                if is_traceable_wrapper_subclass(local):
+                    raise RuntimeError(
+                        f"parameter {place.fqn!r} is a {type(local).__name__}, which "
+                        "has no fsdp_pre_all_gather and fsdp_post_all_gather: define "
+                        "them, or list it in ignored_params"
+                    )
+                continue
+            if self.cuts[index].dim != 0 or self.cuts[index].parallel is not None:
+                raise ValueError(
+                    f"parameter {place.fqn!r} has fsdp_pre_all_gather: it can be cut "
+                    "along dimension 0 only, and not be tensor parallel"
+                )
+            found[index] = Extension(
+                place.fqn,
+                place.module,
+                self.sharded[index],
+                self._arguments.data.shard_mesh,
+                self._arguments.device,
+                self._arguments.precision,
+                self._shows_instead(index),
+            )
+        return found
+
+    def _shows_instead(self, index: int) -> Callable[[nn.Parameter], None]:
+        """Return a function that lets modules see what the first gather made."""
+        owner = weakref.ref(self)
+
+        def show(param: nn.Parameter) -> None:
+            params = owner()
+            if params is None or params._unit is None:
+                return
+            old, params._shown[index] = params._shown[index], param
+            for place in params.places:
+                if place.module._parameters.get(place.name) is old:
+                    register(place.module, place.name, param)
+            params._bind_rows(params._unit)
+
+        return show
+
+
+def has_plain_setattr(module: nn.Module) -> bool:
+    """Whether ``module`` uses nn.Module's ``__setattr__``; an RNN has its own."""
+    return type(module).__setattr__ is nn.Module.__setattr__
+
+
+def register(module: nn.Module, name: str, param: nn.Parameter) -> None:
+    """Register ``param``, the cheap way where nobody notices it."""
+    if has_plain_setattr(module):
+        module._parameters[name] = param
+    else:  # an RNN keeps lists of its parameters
+        setattr(module, name, param)
