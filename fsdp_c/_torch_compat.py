@@ -55,8 +55,8 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import Module
 
-# Nothing is one where torch has none (2.11). Not by attribute: torch.distributed has no
-# fsdp yet if install() runs in the middle of an import.
+# torch 2.11 has no such class: isinstance() with () is False. From sys.modules, since
+# torch.distributed has no attribute fsdp yet if install() runs during its import.
 DataParallelMeshDims: Any = getattr(
     sys.modules["torch.distributed.fsdp"], "DataParallelMeshDims", ()
 )
@@ -69,8 +69,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 def interpreted(function: F) -> F:
     """Let torch.compile leave ``function`` to Python, but compile what it calls.
 
-    A compiled caller breaks its graph at the call. As a non-recursive
-    ``torch.compiler.disable``, which would import the compiler with fsdp_c: seconds.
+    A compiled caller breaks its graph at the call. Does what a non-recursive
+    ``torch.compiler.disable`` does, but without the seconds that importing the
+    compiler takes.
     """
     return _interpreted(function, _FrameAction.DEFAULT)
 
@@ -83,7 +84,7 @@ def interpreted_with_callees(function: F) -> F:
 def _interpreted(function: F, callees: _FrameAction) -> F:
     strategy = _FrameExecStrategy(_FrameAction.SKIP, callees)
     set_code_exec_strategy(function.__code__, strategy)
-    marked: Any = function  # where a compiled caller would inline it
+    marked: Any = function  # so that a compiled caller does not inline it
     marked._torchdynamo_disable = True
     marked._torchdynamo_disable_msg = "fsdp_c gathers parameters and hooks tensors"
     return function
@@ -102,7 +103,7 @@ def checkpoint_state_dict() -> Any:
 
 
 def state_dict_utils() -> Any:
-    """Return the module that cuts whole tensors for it."""
+    """Return torch's module that shards whole tensors for checkpoint_state_dict()."""
     return import_module("torch.distributed._state_dict_utils")
 
 
@@ -111,7 +112,7 @@ def overrides_dispatch(tensor: Tensor) -> bool:
 
 
 def note_fully_sharded(module: Module, state: Any) -> None:
-    """Tell torch what was done: ``replicate()``, and pipeline schedules.
+    """Mark ``module`` as fully sharded for ``replicate()`` and pipeline schedules.
 
     ``state`` is what ``torch.distributed.fsdp.fully_shard.state(module)`` returns.
     """
@@ -123,7 +124,7 @@ def note_fully_sharded(module: Module, state: Any) -> None:
 
 
 def joined_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
-    """Return a mesh of all their dimensions; RuntimeError if they are not of one."""
+    """Return one mesh of all dimensions; RuntimeError if they have no common root."""
     mesh: DeviceMesh = DeviceMesh._concatenate(meshes)
     return mesh
 
@@ -187,9 +188,9 @@ def in_backward_optimizers(param: Tensor) -> list[torch.optim.Optimizer]:
 
 
 def remove_in_backward_hooks(param: Tensor) -> None:
-    """Remove the hooks with which it steps them as soon as there is a gradient.
+    """Remove the hooks that step the optimizers of ``param`` in its backward.
 
-    And the node that they are on, which may remember the shape of a shard.
+    Also drop the autograd node of the hooks, which may hold the shape of a shard.
     """
     # torch.distributed.optim compiles TorchScript when it is imported: half a second.
     module: Any = import_module("torch.distributed.optim.apply_optimizer_in_backward")

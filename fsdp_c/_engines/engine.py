@@ -8,8 +8,9 @@ to call or summon a submodule first.
 
 With ``TORCH_DISTRIBUTED_DEBUG=INFO`` or ``DETAIL`` the ranks compare what they are
 about to do before every collective. If they run their units in different orders in the
-first iteration, all raise an error that names the units. Later they serve each other. A
-rank that leaves the order of its first iteration warns.
+first iteration, all raise an error that names the units. In later iterations each rank
+takes part in the others' collectives, where that is possible. A rank that leaves the
+order of its first iteration warns.
 """
 
 import functools

@@ -69,8 +69,8 @@ class _Watch:
             warnings.warn(
                 "Forward order differs from that of the first iteration on rank "
                 f"{module.rank}. Collectives are unchecked and may give incorrect "
-                "results or hang without TORCH_DISTRIBUTED_DEBUG. With it, ranks that "
-                "differ serve each other, or all raise an error before the first wrong "
-                f"collective: unit {name!r} runs where {before}",
+                "results or hang without TORCH_DISTRIBUTED_DEBUG. With it, the ranks "
+                "take part in each other's collectives, or all raise an error before "
+                f"the first wrong one: unit {name!r} runs where {before}",
                 stacklevel=1,
             )

@@ -87,6 +87,7 @@ class GradientMethods(Attributes):
         Raises:
             AssertionError: Called on a nested wrapped module, with a hybrid strategy,
                 or a hook is registered already.
+            RuntimeError: A unit holds gradients of a ``no_sync()`` backward.
             ValueError: ``hook`` is not callable.
         """
         if not callable(hook):

@@ -339,7 +339,7 @@ class FullyShardedDataParallel(OptimStateMethods, GradientMethods, TorchClass):
         wrapped: Any = self.wrapped
         return wrapped[key]
 
-    # What a sharded module cannot do ---------------------------------------
+    # Conversion and copies -------------------------------------------------
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Convert parameters and buffers, for ``to()``, ``half()``, ``cuda()``.

@@ -1,19 +1,19 @@
 """Moves parts of parameters, and of their states, from rank to rank.
 
 Note [One exchange]
-Every conversion is an exchange: of items that the ranks hold in one way to the way in
-which they need them. Both ways are placements over the ranks of a group (see
+Every conversion is an exchange: it moves items from how the ranks hold them to how they
+need them. Both are placements over the ranks of a group (see
 :class:`fsdp_c._state.parts.Spread`), which all ranks know by arithmetic, so sizes are
 not sent. Between two ranks small pieces go packed, whatever their dtypes, as one
-message. Pieces of DIRECT_NBYTES and more go straight from their memory into their
-place, without memory or a copy beside. No rank receives what it does not need.
+message. Pieces of DIRECT_NBYTES and more go straight from their source into their
+target, without a buffer in between. No rank receives what it does not need.
 csrc/core/state/exchange.h plans it.
 
 Note [Batches of units]
 An exchange takes what it packs as extra memory, and on an accelerator its results too,
-which go to the host or into place afterwards. So several units go in one exchange only
-as long as that is no more than the largest unit has. Ranks that do not wait for each
-other after each unit are faster. All ranks batch alike.
+which go to the host or into place afterwards. So several units share one exchange only
+while their extra memory together is at most the bytes of the largest unit. Ranks that
+do not wait for each other after each unit are faster. All ranks batch alike.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -140,7 +140,7 @@ def follow_mesh(
     kind: StateDictType,
     config: StateDictConfig | OptimStateDictConfig,
 ) -> None:
-    """With a device mesh let sharded tensors be DTensors, where FSDP1 shows it, too.
+    """With a device mesh, make sharded tensors DTensors and note it in ``config``.
 
     Source:
         ``_set_use_dtensor`` (torch 2.13, ``fsdp/_state_dict_utils.py``),

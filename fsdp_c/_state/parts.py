@@ -1,4 +1,4 @@
-"""Parts: what this rank holds of every parameter of a model, and what all ranks do."""
+"""Parts: which elements of each parameter this rank holds, and which the others."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -83,7 +83,7 @@ class ParamPart:
     # Of a tensor parallel parameter, whose local tensor all of this is about.
     cut: Cut | None = field(default=None, kw_only=True)
 
-    # Each rank has rows and, even with none, a state: of DTensors.
+    # Whether parts are rows of DTensors, which have state even on a rank without rows.
     is_rows: ClassVar[bool] = False
 
     @property

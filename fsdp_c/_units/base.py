@@ -137,8 +137,8 @@ class ShardedModule(nn.Module):
     def replace_unit(self, make_unit: Callable[[], _native.Unit]) -> None:
         """Adopt a unit over the same parameters, of another dtype or device.
 
-        The old one goes before ``make_unit()`` runs: when it goes it shows parameters
-        their shards.
+        The old unit is destroyed before ``make_unit()`` runs, since its end makes the
+        parameters views of its shards.
         """
         sharded = replace(self._sharded, unit=None)  # type: ignore[arg-type]
         self.end_state_dict_load()

@@ -11,8 +11,8 @@ def in_batches(
 ) -> Iterator[list[Item]]:
     """Yield the items, which come with a kind and bytes, in lists.
 
-    Those of one list follow each other, are of one kind, and have at most
-    ``most_nbytes`` together, unless it is one.
+    The items of a list are consecutive, of one kind, and have at most ``most_nbytes``
+    together. A larger item is in a list of its own.
     """
     batch: list[Item] = []
     kind: object = None

@@ -95,8 +95,8 @@ class Config:
         precision = self.mixed_precision
         reshards = self.sharding_strategy in RESHARDING
         shard_group = self.groups.shard_group
-        # As FSDP1, where a rank that holds all shows its own parameters. They are not
-        # what forward used if that was a DTensor.
+        # As in FSDP1, a rank that holds everything shows its own parameters after
+        # forward, unless forward used DTensors in their place.
         shows_kept = not reshards and (
             is_parallel or (shard_group is not None and shard_group.size() > 1)
         )
@@ -228,7 +228,7 @@ def _check_mixed_precision(value: MixedPrecision) -> MixedPrecision:
     if dtype is not None and not is_floating:
         raise ValueError(
             "mixed_precision.buffer_dtype must be None or a floating dtype such as "
-            f"torch.bfloat16, got {dtype!r}: other buffers are left alone"
+            f"torch.bfloat16, got {dtype!r}: only floating buffers are cast"
         )
     return value
 

@@ -13,7 +13,7 @@ from fsdp_c import _native
 def naming_ranks(group: ProcessGroup | None, operation: str) -> Iterator[None]:
     """Add to an error of a collective what the ranks of its group were doing.
 
-    For the collective alone: what else raises a RuntimeError would be reported as the
+    Put only the collective inside: any other RuntimeError would be reported as the
     failure of a rank. ``None`` is the default group, as in torch.distributed. A group
     cannot be used after a failure; ``operation`` is what the collective is for.
     """

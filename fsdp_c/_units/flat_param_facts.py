@@ -130,7 +130,7 @@ class FlatParamFacts:
     def __setattr__(self, name: str, value: Any) -> None:
         if name in vars(self).get("_facts", ()):
             raise AttributeError(
-                f"{name} of a flat parameter is for reading: the native engine has it"
+                f"{name} of a flat parameter is read-only: the native engine owns it"
             )
         super().__setattr__(name, value)
 

@@ -168,7 +168,7 @@ def _check_group(argument: str, group: Any) -> ProcessGroup:
 # This rank's groups: the ranks of its node, and its peers on all nodes.
 _NodeGroups = tuple[ProcessGroup, ProcessGroup]
 
-# By default group (gone once that is destroyed) and ranks per node.
+# Keyed by the default group (weakly, so gone with it) and by ranks per node.
 _made: WeakKeyDictionary[ProcessGroup, dict[int, _NodeGroups]] = WeakKeyDictionary()
 
 
@@ -214,8 +214,8 @@ def _ranks_per_node(world_size: int) -> tuple[int, str]:
             )
         return int(text), "LOCAL_WORLD_SIZE"
     if current_accelerator() is not None:
-        return torch.accelerator.device_count(), "its accelerators"
-    return world_size, "all, without accelerators or LOCAL_WORLD_SIZE"
+        return torch.accelerator.device_count(), "the number of its accelerators"
+    return world_size, "all ranks"
 
 
 def _make(default_group: ProcessGroup, world_size: int, num_local: int) -> _NodeGroups:

@@ -147,11 +147,11 @@ class Originals:
     def call_announced(
         self, module: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Set the parameters of such modules on them anew, then call ``module``.
+        """Set parameters on modules with their own __setattr__, then call ``module``.
 
         FSDP1 sets the whole parameters as attributes in every forward, so that
-        modules that override ``__setattr__`` see them. Here they are set to the
-        objects that they are already.
+        modules that override ``__setattr__`` see them. Here each attribute is set to
+        the object that it holds already.
         """
         for use in self.uses:
             if use.module in self.listeners:
@@ -187,8 +187,9 @@ class Originals:
     def check(self) -> None:
         """Take over parameters that the user replaced by other objects.
 
-        Their values go into the shard, they become views of it. A replaced flat
-        parameter, one that is gone, or of another dtype or size is an error.
+        Their values are copied into the shard, and they become views of it. It is an
+        error to replace a parameter behind a flat parameter, to remove one, or to
+        replace one with another dtype or size.
         """
         is_hidden = self._hides and self._num_shows == 0
         current = []

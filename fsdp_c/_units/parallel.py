@@ -142,8 +142,8 @@ class ParallelParams:
     def whole(self, uses: Sequence[ParamUse]) -> Iterator[None]:
         """Register DTensors over the summoned parameters, for a while.
 
-        So are their gradients where these are whole. What the user sets in the place
-        of one, None too, is taken over.
+        Gradients are DTensors too, where they are whole. If the user sets another
+        gradient, or None, the parameter gets it afterwards.
         """
         grads: dict[nn.Parameter, Tensor | None] = {}
         for param, cut in self.cuts.items():
@@ -180,10 +180,10 @@ class ParallelParams:
 
 
 def to_state(value: Any, cut: Cut | None) -> Any:
-    """Return the DTensor for a state dict of what the unit's part of it is.
+    """Return the DTensor that a state dict has for a tensor parallel parameter.
 
-    ``value`` is the whole local tensor, or a DTensor of it in rows. Without a cut it
-    is what the state dict has.
+    ``value`` is its whole local tensor, or a DTensor of that in rows. Without a cut
+    ``value`` is returned as it is.
     """
     if cut is None:
         return value
@@ -215,7 +215,7 @@ def from_state(value: Any, cut: Cut, mesh: DeviceMesh) -> Any:
     if value.device_mesh == parallel_mesh:
         return local_tensor(value.redistribute(placements=placements))
     raise ValueError(
-        f"a value of a state dict is a DTensor on {value.device_mesh}, and its "
-        f"parameter is on {cut.mesh}: read it with torch.distributed.checkpoint.load() "
-        "into model.state_dict(), which reshards it"
+        f"a value of shape {tuple(value.shape)} in a state dict is a DTensor on "
+        f"{value.device_mesh}, but its parameter is on {cut.mesh}: load it with "
+        "torch.distributed.checkpoint.load() into model.state_dict(), which reshards it"
     )

@@ -173,7 +173,7 @@ def _problem(param: nn.Parameter) -> str | None:
     if overrides_dispatch(param) and not _has_own_memory(param):
         other = "pass a plain tensor"
         if hasattr(param, "fsdp_pre_all_gather"):
-            other = "use fsdp_c.fully_shard, which gathers what it sends"
+            other = "use fsdp_c.fully_shard, which calls fsdp_pre_all_gather"
         return (
             f"is a {kind}, a tensor subclass that wraps other tensors and has no "
             f"memory of its own: {other}, {left_alone}"

@@ -38,7 +38,7 @@ def broadcast_from_first(tensors: Iterable[Tensor], group: ProcessGroup) -> None
 def _chunks(
     tensors: Iterable[Tensor], group: ProcessGroup
 ) -> Iterator[tuple[Tensor, torch.device, int]]:
-    """Yield the bytes of tensors, with their device; broadcast the strided ones."""
+    """Yield the bytes of contiguous tensors, with their device; broadcast the rest."""
     for tensor in tensors:
         data = tensor.detach()
         if data.numel() == 0:

@@ -164,8 +164,8 @@ class _Wrapper:
             if parent._modules.get(name) is not new:
                 raise RuntimeError(
                     f"child {name!r} of {type(parent).__name__} cannot be replaced by "
-                    "its wrapped form: its __setattr__ does something else; exclude it "
-                    "from auto_wrap_policy"
+                    "its wrapped form: the parent's __setattr__ does not register it; "
+                    "exclude the child from auto_wrap_policy"
                 )
 
     def _children(self, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -59,8 +59,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", choices=["cuda", "cpu"], help="default: GPUs if there are any")
     add("--ranks", type=positive_int, help="processes (default: all GPUs; 2 on a CPU)")
     for name, what in (
-        ("width", "of the transformer"),
-        ("layers", "of the transformer, each a unit"),
+        ("width", "width of the transformer"),
+        ("layers", "layers of the transformer, each a unit"),
         ("batch", "sequences per rank"),
         ("length", "tokens of a sequence"),
     ):
@@ -70,14 +70,15 @@ def _parser() -> argparse.ArgumentParser:
     add(
         *("--dtype",),
         choices=["float32", "bfloat16", "float16"],
-        help="of forward, backward and reductions (default: bfloat16 on GPUs)",
+        help="dtype of forward, backward and reductions (default: bfloat16 on GPUs, "
+        "float32 on a CPU)",
     )
     add("--checkpoint", action="store_true", help="checkpoint activations per layer")
     add(
         *("--seconds",),
         type=_seconds,
         default=60.0,
-        help="to train for each implementation, over all rounds (default: 60)",
+        help="seconds to train each implementation, over all rounds (default: 60)",
     )
     add(
         "--rounds",
@@ -85,8 +86,19 @@ def _parser() -> argparse.ArgumentParser:
         default=3,
         help="processes per figure (default: 3)",
     )
-    add("--only", nargs="+", choices=IMPLEMENTATIONS, metavar="NAME", help="of these")
-    add("--out", type=Path, default=Path("fsdp_c-bench"), help="folder to write into")
+    add(
+        "--only",
+        nargs="+",
+        choices=IMPLEMENTATIONS,
+        metavar="NAME",
+        help=f"implementations: {', '.join(IMPLEMENTATIONS)} (default: all)",
+    )
+    add(
+        "--out",
+        type=Path,
+        default=Path("fsdp_c-bench"),
+        help="output folder (default: %(default)s)",
+    )
     return parser
 
 

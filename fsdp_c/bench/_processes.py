@@ -65,7 +65,8 @@ def run_ranks(
             code = ranks[failed].returncode
             tail = logs[failed].read_text(errors="replace")[-_TAIL_CHARS:]
             raise BenchError(
-                f"rank {failed} of {' '.join(words)} ended with {code}:\n{tail}"
+                f"rank {failed} of {' '.join(words)} failed, or ran longer than "
+                f"{timeout_s:g} s (exit status {code}):\n{tail}"
             )
         result: dict[str, Any] = json.loads((folder / "result.json").read_text())
         return result

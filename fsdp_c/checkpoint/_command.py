@@ -61,7 +61,7 @@ def _verify(words: argparse.Namespace) -> None:
     found = verify(words.path)
     manifest = found.manifest
     print(
-        f"{found.path}: whole, {manifest.nbytes:,} bytes of {manifest.world_size} "
+        f"{found.path}: intact, {manifest.nbytes:,} bytes of {manifest.world_size} "
         f"rank{'s' if manifest.world_size > 1 else ''}"
     )
 
@@ -100,8 +100,8 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
 def main(words: Sequence[str]) -> int:
     """Run the command ``words``; return the exit status.
 
-    0: done. 1: the checkpoint is damaged, or the target cannot be written. 2: invalid
-    arguments.
+    0: done. 1: the checkpoint is damaged, the target cannot be written, or a value is
+    not possible. 2: the command line cannot be parsed.
     """
     try:
         parsed = _parser().parse_args(words)

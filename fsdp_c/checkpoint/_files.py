@@ -312,7 +312,9 @@ class Folder:
         with self.open(name) as descriptor:
             nbytes = os.fstat(descriptor).st_size
             if nbytes > max_nbytes:
-                raise ValueError(f"it has {nbytes} bytes, more than any such file")
+                raise ValueError(
+                    f"it has {nbytes} bytes, and at most {max_nbytes} are read"
+                )
             data = bytearray(nbytes)
             read_into(descriptor, 0, memoryview(data))
             return bytes(data)

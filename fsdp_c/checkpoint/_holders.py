@@ -25,8 +25,8 @@ class Held(NamedTuple):
 class Holders:
     """The tensors of a checkpoint by name, and who saved them.
 
-    Every name of a shared tensor counts. Costs what it is asked for, whatever the
-    number of ranks.
+    A shared tensor is found under each of its names. The cost of a call does not
+    depend on the number of ranks, only on the elements asked for.
     """
 
     def __init__(self, manifest: Manifest) -> None:

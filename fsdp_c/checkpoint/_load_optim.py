@@ -181,7 +181,7 @@ class OptimLoad:
         self._try()
 
     def _add_missing(self) -> None:
-        """Put parameters that the checkpoint has not beside those of their group."""
+        """Add parameters that the checkpoint lacks to the saved form of their group."""
         for group in self._current_groups:
             missing = [name for name in group["params"] if name in self.missing]
             members = {self._fqns[name] for name in group["params"]}
@@ -194,7 +194,7 @@ class OptimLoad:
                     self._groups.append({**group, "params": missing})
 
     def _complete_flat_params(self) -> None:
-        """Give parameters of which a flat parameter holds nothing here its state."""
+        """Give parameters without elements here the state of their flat parameter."""
         of_flat: dict[nn.Parameter, list[ParamState]] = {}
         for state in self._states.values():
             if state.part.is_flat:

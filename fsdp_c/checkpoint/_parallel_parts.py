@@ -1,4 +1,4 @@
-"""Parts of FullyShardedDataParallel beside tensor parallelism, as files have them.
+"""Parts of FullyShardedDataParallel units with tensor parallel parameters, in files.
 
 Such a unit holds elements of flattened local tensors. Files have rows of the whole
 parameters, as those of fully_shard(): see Note [Rows in files].
@@ -77,7 +77,7 @@ class ParallelPart(ParamPart):
 
     @property
     def memory(self) -> Tensor | None:
-        """None: what is here are not the rows."""
+        """None: this rank's memory does not hold the rows."""
         return None
 
     def put(self, values: Tensor) -> None:
@@ -93,7 +93,7 @@ class ParallelPart(ParamPart):
 
 
 def with_parallel_parts(parts: Mapping[str, ParamPart]) -> dict[str, ParamPart]:
-    """Return the parts with those of units beside tensor parallelism as rows."""
+    """Return the parts; those of units with tensor parallel parameters as rows."""
     modules = {part.module for part in parts.values() if part.cut is not None}
     return {
         name: _parallel_part(part) if part.module in modules else part

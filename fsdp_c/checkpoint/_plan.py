@@ -25,7 +25,7 @@ class Target:
         names: All its names in the model; of optimizer state, of its parameter.
         shape: Of the whole tensor.
         begin: First element.
-        end: Behind the last element.
+        end: One past the last element.
         tensor: 1-D, ``end - begin`` elements.
     """
 
@@ -145,7 +145,7 @@ def find_parts(
             source.problems.append(
                 f"the entry of rank {held.rank} has no {dtype} elements "
                 f"[{held.part_begin}, {held.part_end}) of {what}, which the manifest "
-                "promises"
+                "lists"
             )
             continue
         parts.append(Part(rank, piece, held.begin, held.end))

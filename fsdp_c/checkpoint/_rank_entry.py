@@ -20,7 +20,7 @@ class Piece:
         key: In the safetensors file.
         dtype: Its name.
         begin: First element.
-        end: Behind the last element.
+        end: One past the last element.
         offset: First byte, from the start of the file.
     """
 

@@ -22,7 +22,7 @@ class Read(NamedTuple):
     Attributes:
         what: Their name in messages.
         begin: First byte.
-        end: Behind the last byte.
+        end: One past the last byte.
         dtype: Of the elements in the file.
         target: 1-D, of as many elements; of another dtype they are cast.
     """

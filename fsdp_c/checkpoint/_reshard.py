@@ -61,10 +61,10 @@ def reshard(
 ) -> list[str]:
     """Write a checkpoint to ``target`` for ``world_size`` ranks.
 
-    Loading does not need it: any number of ranks loads any checkpoint. It saves each
-    of them from opening files of several others. One process does it, without a
-    model and without communication, in 64 MiB of memory; ``target`` appears complete
-    or not at all.
+    Loading works without it: any number of ranks can load any checkpoint. After it
+    each rank reads its own file instead of those of several ranks. One process does
+    it, without a model and without communication, in 64 MiB of memory; ``target``
+    appears complete or not at all.
 
     Args:
         path: The checkpoint.

@@ -187,8 +187,8 @@ def save(
         blocking: False: copy everything to the host and write in a thread. A save
             that follows waits for this one; the end of the process finishes or
             abandons it, see docs/guide/checkpoint.md.
-        timeout: Seconds that a thread waits for other ranks, and the end of the process
-            for the thread.
+        timeout: Seconds that the thread of a save waits for the other ranks. A process
+            that ends waits so long for the thread, and FSDP_C_SAVE_EXIT_SECONDS more.
         progress: Show a bar on rank 0; None: if stderr is a terminal.
 
     Returns:
@@ -452,8 +452,9 @@ class _Job:
                 raise CheckpointError(
                     _HEADLINE,
                     [
-                        f"{len(missing)} ranks had not written their part after "
-                        f"{self.timeout_s:g} s, {min(missing)} for one"
+                        f"{len(missing)} ranks did not write their part within "
+                        f"{self.timeout_s:g} s (missing: {min(missing)}, ...): pass a "
+                        "larger timeout, or see what those ranks wait for"
                     ],
                 )
             if self._stall_s is not None and growth.idle_seconds() > self._stall_s:
@@ -462,8 +463,8 @@ class _Job:
                     [
                         "abandoned at the end of the process: nothing was written "
                         f"for {self._stall_s:g} s ({_EXIT_SECONDS}), and "
-                        f"{len(missing)} ranks had not written their part, "
-                        f"{min(missing)} for one"
+                        f"{len(missing)} ranks had not written their part (missing: "
+                        f"{min(missing)}, ...)"
                     ],
                 )
             wait_s = self._pause(wait_s)
@@ -472,7 +473,7 @@ class _Job:
         wait_s = _FIRST_WAIT_S
         while not self._is_published():
             if self._stall_s is not None:
-                self.outcome = "this rank's part is written, rank 0 ends it"
+                self.outcome = "this rank's part is written; rank 0 finishes the save"
                 return
             if not os.path.isdir(self.folder) and not self._is_published():
                 raise CheckpointError(
@@ -480,7 +481,7 @@ class _Job:
                 )
             if time.monotonic() > deadline:
                 raise CheckpointError(
-                    _HEADLINE, [f"rank 0 had not ended it after {self.timeout_s:g} s"]
+                    _HEADLINE, [f"rank 0 did not finish within {self.timeout_s:g} s"]
                 )
             wait_s = self._pause(wait_s)
 

@@ -136,7 +136,8 @@ class Source:
             problem = f"{MANIFEST}: {reason(error)}"
             if isinstance(error, FileNotFoundError):
                 problem = (
-                    f"it has no {MANIFEST}: a save was not finished, or it is none"
+                    f"it has no {MANIFEST}: its save did not finish, or it is not a "
+                    "checkpoint"
                 )
             self._folder.close()
             raise CheckpointError(headline, [problem]) from None

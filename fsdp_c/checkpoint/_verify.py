@@ -124,7 +124,7 @@ def verify(path: str | os.PathLike[str], *, progress: bool | None = None) -> Inf
                 + (", ..." if len(missing) > 8 else "")
             )
         source.problems += [
-            f"{name} does not belong to it"
+            f"{name} is not a file of this checkpoint"
             for name in sorted(present)
             if OURS.fullmatch(name) and not _is_name(name, manifest.world_size)
         ]

@@ -180,7 +180,7 @@ def _kernels_row(machine: Machine) -> Row:
     if machine.accelerator != "cuda":
         built = "built, " if library.exists() else ""
         return Row("devices", name, f"{built}not used: {why_not}")
-    value = f"not used, ATen's need more launches: {why_not}"
+    value = f"not used ({why_not}): ATen's kernels need more launches"
     if machine.env.get("FSDP_C_CUDA") == "0":
         return Row("devices", name, value, "note", "unset FSDP_C_CUDA")
     remedy = "install nvcc, and build with FSDP_C_CUDA=1"
@@ -195,8 +195,8 @@ def _kernels_row(machine: Machine) -> Row:
 _SECTION = "transports"
 _NOT_RUN = "not run on a GPU by its authors yet"
 _GLOO = (
-    "c10d's gloo; with as many ranks of the group on each host, shared memory in a "
-    "host and gloo between hosts"
+    "c10d's gloo; if each host has the same number of the group's ranks, shared "
+    "memory inside a host and gloo between hosts"
 )
 _FLAT_GLOO = (
     "c10d's gloo: a broadcast per rank to gather (up to 8 ranks), one all-to-all "
@@ -226,8 +226,8 @@ def _gloo_rows(machine: Machine) -> Iterator[Row]:
         yield Row(
             _SECTION,
             name,
-            "shared memory, where it works between all ranks of the group: 17 MiB a "
-            "rank and group at most, if that is half of the memory available or less",
+            "shared memory, where it works between all ranks of the group: up to 17 "
+            "MiB per rank and group, if all of it is at most half of the free memory",
         )
     is_flat = "0" in (
         machine.env.get("FSDP_C_SHM"),
@@ -285,9 +285,9 @@ def _other_rows(machine: Machine) -> Iterator[Row]:
     yield Row(_SECTION, "other groups", "the group's own c10d backend")
     yield Row(
         _SECTION,
-        "of one group",
-        "fsdp_c._native.transport(group, device), after the first step, says which "
-        "and why; all ranks agree on it once",
+        "of a given group",
+        "call fsdp_c._native.transport(group, device) after the first step to see "
+        "which one, and why; all ranks use the same",
     )
 
 

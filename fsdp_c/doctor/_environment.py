@@ -57,12 +57,12 @@ SWITCHES = (
     Switch(
         "FSDP_C_POST_MORTEM_SECONDS",
         "5",
-        "how long a rank whose collective failed waits for what the others say",
+        "seconds that a rank whose collective failed waits for the others' reports",
     ),
     Switch(
         "FSDP_C_SAVE_EXIT_SECONDS",
         "60",
-        "how long the end of a process waits for a save whose folder does not grow",
+        "seconds that a process at its end waits for a save whose folder does not grow",
     ),
     Switch(
         "FSDP_C_SHM",

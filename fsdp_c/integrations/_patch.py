@@ -48,7 +48,7 @@ class Patch:
             package = self.module.partition(".")[0]
             warnings.warn(
                 f"{self.module}.{self.function} of {package} {version_of(package)} "
-                f"{problem}: fsdp_c leaves it as it is, so this does not work: "
+                f"{problem}: fsdp_c leaves it unchanged, and this change is missing: "
                 f"{self.purpose}. Use a version that fsdp_c's "
                 "docs/guide/huggingface.md lists",
                 IntegrationWarning,

@@ -35,15 +35,22 @@ _PREFETCHES = {
 _GIB = 2**30
 
 
+def _float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
 def _number(text: str) -> float:
-    value = float(text)
+    value = _float(text)
     if not math.isfinite(value) or value <= 0:
         raise argparse.ArgumentTypeError(f"{text}: need a number above 0")
     return value
 
 
 def _latency(text: str) -> float:
-    value = float(text)
+    value = _float(text)
     if not math.isfinite(value) or value < 0:
         raise argparse.ArgumentTypeError(
             f"{text}: need a number of microseconds, 0 or more"
@@ -139,19 +146,54 @@ def _add_sharding(group: argparse._ArgumentGroup) -> None:
         metavar="auto|none|size:NUMEL|Class,Class",
         help="modules to wrap as units (default: auto, the model's blocks)",
     )
-    add("--param-dtype", choices=_DTYPES, help="dtype of forward and backward")
-    add("--reduce-dtype", choices=_DTYPES, help="dtype of gradient reduction")
-    add("--keep-low-precision-grads", action="store_true")
-    add("--use-orig-params", action="store_true")
-    add("--backward-prefetch", default="pre", choices=_PREFETCHES)
-    add("--forward-prefetch", action="store_true")
-    add("--cpu-offload", action="store_true")
-    add("--device", default="cuda", choices=("cuda", "cpu"))
+    add(
+        "--param-dtype",
+        choices=_DTYPES,
+        help="dtype of forward and backward (default: --dtype)",
+    )
+    add(
+        "--reduce-dtype",
+        choices=_DTYPES,
+        help="dtype of gradient reduction (default: --param-dtype)",
+    )
+    add(
+        "--keep-low-precision-grads",
+        action="store_true",
+        help="keep sharded gradients in --param-dtype",
+    )
+    add("--use-orig-params", action="store_true", help="plan use_orig_params=True")
+    add(
+        "--backward-prefetch",
+        default="pre",
+        choices=_PREFETCHES,
+        help="when backward gathers the next unit (default: pre)",
+    )
+    add(
+        "--forward-prefetch",
+        action="store_true",
+        help="gather the next unit early in forward",
+    )
+    add(
+        "--cpu-offload",
+        action="store_true",
+        help="keep shards, gradients and optimizer state in host memory",
+    )
+    add(
+        "--device",
+        default="cuda",
+        choices=("cuda", "cpu"),
+        help="device to plan for (default: cuda)",
+    )
 
 
 def _add_training(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--optimizer", default="adamw", choices=OPTIMIZERS)
+    add(
+        "--optimizer",
+        default="adamw",
+        choices=OPTIMIZERS,
+        help="optimizer whose state is counted (default: adamw)",
+    )
     add(
         "--dtype",
         default="float32",
@@ -230,8 +272,8 @@ def _add_estimates(group: argparse._ArgumentGroup) -> None:
         "--ranks-per-host",
         type=_count,
         metavar="N",
-        help="collectives of a sharding group go by hosts of N ranks (default: all "
-        "ranks use --link-gbps)",
+        help="ranks of a sharding group per host: collectives use --link-gbps inside "
+        "a host and --host-link-gbps between hosts (default: one link for all ranks)",
     )
     add(
         "--host-link-gbps",

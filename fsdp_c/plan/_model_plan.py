@@ -23,11 +23,11 @@ from fsdp_c.plan._units import PlannedUnit, find_units, without_warnings
 from fsdp_c.plan._wrapping import AUTO, Wrapping, candidates, parse
 
 MAX_RANKS = 1_000_000
-# A candidate must be so much better than the usual one to be suggested instead.
+# Candidates that differ from the best by at most this fraction count as equal.
 _WORTH = 0.01
 _TIMES = (
     "Times are estimates: operations over --tflops, collectives over the link, copies "
-    "to the host over --copy-gbps; casts, the optimizer and the host count nothing."
+    "to the host over --copy-gbps; casts, the optimizer and the host are not counted."
 )
 
 
@@ -258,8 +258,8 @@ def _check_fully_shard(sharding: Sharding) -> None:
     for name, is_given in wrong.items():
         if is_given:
             raise PlanError(
-                f"{name} is of FullyShardedDataParallel, and fully_shard() has nothing "
-                "like it: leave it out, or leave --fully-shard out"
+                f"{name} belongs to FullyShardedDataParallel, and fully_shard() has "
+                "nothing like it: leave it out, or leave --fully-shard out"
             )
 
 
@@ -310,6 +310,6 @@ def _notes(trace: ForwardTrace) -> tuple[str, ...]:
         )
     return (
         f"Activations are not known: {trace.why}. The units' order is that of the "
-        "module tree, and the operations are 2 for each element of a matrix and token.",
+        "module tree, and each element of a matrix counts 2 operations per token.",
         _TIMES,
     )

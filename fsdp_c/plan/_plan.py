@@ -103,8 +103,8 @@ class Collective:
         launches: Groups of calls: one for each unit.
         calls: One for each segment of a unit.
         payload_nbytes: Of the whole buffers, padding included.
-        wire_nbytes: That a rank of a ring sends, and as many that it receives.
-        seconds: That the link works for them.
+        wire_nbytes: Bytes that a rank of a ring sends; it receives as many.
+        seconds: Time for which they keep the link busy.
     """
 
     launches: int
@@ -152,7 +152,7 @@ class RankPlan:
         optimizer_nbytes: The optimizer's state.
         arena_nbytes: Blocks for unsharded parameters and gradients; on a host
             the most of a step.
-        peak_block_nbytes: They, scratch and partial sums at the busiest moment.
+        peak_block_nbytes: Blocks, scratch and partial sums at the busiest moment.
         scratch_nbytes: What reductions through gloo need beside them.
         partial_grad_nbytes: Sums that accumulation keeps sharded.
         buffer_nbytes: The model's buffers, which are not sharded.

@@ -136,9 +136,10 @@ class _FusedAttention(torch.autograd.Function):
 
 
 class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers what a forward asks of its data: true, or 1, as of inputs in full use.
+    """Lets ``item()`` and ``bool()`` of meta tensors return 1 or True.
 
-    Models ask whether a mask hides anything or positions begin anew.
+    Models read their inputs to see, for example, whether a mask hides anything. The
+    answers are those of inputs without padding.
     """
 
     def __torch_dispatch__(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,7 +95,7 @@ def _size_policy(text: str) -> Callable[..., bool]:
 def candidates(model: nn.Module) -> list[Wrapping]:
     """Return what could be suggested for ``model``, the usual one first."""
     blocks, why = _blocks(model)
-    one = Wrapping(NONE, "everything is one unit, whole all through a step")
+    one = Wrapping(NONE, "everything is one unit, unsharded throughout a step")
     if not blocks:
         return [one]
     usual = Wrapping(",".join(blocks), why)
@@ -103,7 +103,7 @@ def candidates(model: nn.Module) -> list[Wrapping]:
         names = ",".join((*blocks, nn.Embedding.__name__))
         both = Wrapping(
             names,
-            "blocks and embeddings: the root, whole all through a step, is smaller",
+            "blocks and embeddings: the root, unsharded throughout a step, is smaller",
         )
         return [usual, both, one]
     return [usual, one]
@@ -144,8 +144,3 @@ def parse(text: str, model: nn.Module) -> Wrapping:
     if text == AUTO:
         return candidates(model)[0]
     return Wrapping(text, "as --wrap says")
-
-
-def describe(names: Sequence[str]) -> str:
-    """Return class names as English."""
-    return ", ".join(names) if names else "the whole model"

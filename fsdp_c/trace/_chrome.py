@@ -1,7 +1,7 @@
 """The trace-event format, which Perfetto and chrome://tracing show.
 
-A rank is a process, a lane a thread. Slices of a lane never overlap but by lying one
-inside the other. Times are microseconds since the first thing that any rank recorded.
+A rank is a process, a lane a thread. Two slices of a lane are nested or do not overlap.
+Times are microseconds since the first thing that any rank recorded.
 """
 
 from collections.abc import Iterable, Sequence
@@ -126,7 +126,7 @@ class _RankEvents:
         for span in sorted(spans, key=lambda s: (s.begin, -s.end)):
             while ends and ends[-1] <= span.begin:
                 ends.pop()
-            end = min([span.end, *ends[-1:]])  # whoever wrote the file
+            end = min([span.end, *ends[-1:]])  # nested even in an edited file
             ends.append(end)
             args: Event = {}
             if span.kind in ("unshard", "wait_unshard"):

@@ -18,7 +18,7 @@ FILE_PATTERN = "rank*.json"
 
 
 class TraceError(ValueError):
-    """A trace cannot be read, or does not fit to the others."""
+    """A trace cannot be read, or does not match the others."""
 
 
 class Span(NamedTuple):
@@ -32,7 +32,7 @@ class Span(NamedTuple):
     nbytes: int  # of a collective; else of the arena at the end; -1: not known
     is_ahead: bool = False  # unshard: a prefetch; wait_unshard: of one
     is_kept: bool = False  # wait_unshard: the memory was still there
-    is_unused: bool = False  # reshard: of a unused prefetch
+    is_unused: bool = False  # reshard: of an unused prefetch
     was_done: bool = False  # wait: it was complete before
     # When the device did it, in ns of the same clock; -1: not known.
     device_begin: int = -1
@@ -119,7 +119,9 @@ def from_json(plain: dict[str, Any]) -> Recorded:
     plain = dict(plain)
     version = plain.pop("version", None)
     if version != VERSION:
-        raise TraceError(f"version {version} of a trace, this program reads {VERSION}")
+        raise TraceError(
+            f"its format has version {version}; this fsdp_c reads {VERSION}"
+        )
     try:
         units = tuple(_unit_from(unit) for unit in plain.pop("units"))
         spans = tuple(

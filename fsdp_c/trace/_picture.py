@@ -33,7 +33,7 @@ def draw(
     *,
     step: int | None = None,
 ) -> None:
-    """Draw one step of up to four ranks; by default the last but the first.
+    """Draw one step of up to four ranks; by default the last one.
 
     Raises:
         ImportError: matplotlib is not installed.

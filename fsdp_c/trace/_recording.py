@@ -36,7 +36,7 @@ _SPANS_PER_PEER = 8
 _MAX_PEERS = 8  # gloo gathers by one broadcast a rank up to that many
 _MIN_CAPACITY = 4096
 _MAX_CAPACITY = 1 << 20  # 48 MiB
-# What tells the engines of one recording apart in the numbers of collectives.
+# Engine i of a recording numbers its collectives from i * _SEQUENCES.
 _SEQUENCES = 1 << 40
 
 
@@ -77,7 +77,7 @@ class Timeline:
         """What was recorded.
 
         Raises:
-            RuntimeError: It still is.
+            RuntimeError: The recording has not ended.
         """
         if self._recorded is None:
             raise RuntimeError(
@@ -87,7 +87,7 @@ class Timeline:
 
     @cached_property
     def trace(self) -> Trace:
-        """It as a trace of one rank."""
+        """The recording as a trace of one rank."""
         return Trace([self.recorded])
 
     def summary(self) -> str:

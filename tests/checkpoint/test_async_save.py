@@ -169,7 +169,7 @@ def test_a_rank_that_does_not_come(rank: int, tmp_path: Path) -> None:
         )
         if rank == 0:
             with pytest.raises(
-                checkpoint.CheckpointError, match=r"1 ranks had not .* rank-00001-of"
+                checkpoint.CheckpointError, match=r"1 ranks did not .* rank-00001-of"
             ):
                 handle.result()
         dist.barrier()
@@ -236,7 +236,7 @@ def test_the_process_ends_with_a_save(ended: dict[str, Ended]) -> None:
     checkpoint.verify(ended["all"].folder / "c")
 
 
-_PART = f"rank-{FAILING_RANK:05d}-of-{WORLD_SIZE:05d}.json for one"
+_PART = f"rank-{FAILING_RANK:05d}-of-{WORLD_SIZE:05d}.json, ..."
 
 
 @pytest.mark.bookkeeping
@@ -262,6 +262,6 @@ def test_the_process_ends_without_a_rank(
     assert lost.format(abandoned) in log, log
     assert _PART in log
     assert "rank 1: the save to" in log
-    assert "this rank's part is written, rank 0 ends it" in log
+    assert "this rank's part is written; rank 0 finishes the save" in log
     checkpoint.verify(told.folder / "c")
     assert '"before"' in (told.folder / "c" / "manifest.json").read_text()

@@ -142,7 +142,7 @@ def test_what_was_not_saved(tmp_path: Path) -> None:
     with pytest.raises(checkpoint.CheckpointError, match="no checkpoint"):
         checkpoint.load(tmp_path / "other", model)
     (tmp_path / "empty").mkdir(exist_ok=True)
-    with pytest.raises(checkpoint.CheckpointError, match="save was not finished"):
+    with pytest.raises(checkpoint.CheckpointError, match="its save did not finish"):
         checkpoint.load(tmp_path / "empty", model)
 
 
@@ -194,7 +194,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "piece moved": (
         "rank-00000-of-00002.json",
         lambda path: _resign(path, _move_first_piece),
-        r"no F32 elements \[0, \d+\) of parameter .*, which the manifest promises",
+        r"no F32 elements \[0, \d+\) of parameter .*, which the manifest lists",
     ),
     "layout changed": (
         "manifest.json",

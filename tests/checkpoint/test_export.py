@@ -253,7 +253,7 @@ def test_commands(tmp_path: Path) -> None:
     assert "AdamW, 1 groups, state of 16 parameters" in out
     status, out, err = run("verify", path)
     assert (status, err) == (0, "")
-    assert "whole" in out
+    assert "intact" in out
     status, out, err = run("export", path, f"{path}-hf", "--dtype", "bfloat16")
     assert (status, out, err) == (0, "model.safetensors\n", "")
     assert run("export", path, f"{path}-hf")[0] == 1

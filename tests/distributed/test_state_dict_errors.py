@@ -48,15 +48,17 @@ def test_other_kinds(use_orig_params: bool) -> None:
         load(model, SHARDED, state[FULL])
     with _refused(model, "inp.weight is a ShardedTensor", "type SHARDED_STATE_DICT"):
         load(model, FULL, state[SHARDED])
-    with _refused(model, "'_flat_param' is of a LOCAL state dict", "LOCAL_STATE_DICT"):
+    with _refused(
+        model, "'_flat_param' belongs to a LOCAL state dict", "LOCAL_STATE_DICT"
+    ):
         load(model, FULL, state[LOCAL])
-    with _refused(model, "'_flat_param' is of a LOCAL state dict"):
+    with _refused(model, "'_flat_param' belongs to a LOCAL state dict"):
         load(model, SHARDED, state[LOCAL], strict=False)
     with _refused(
-        model, "'inp.weight' is not in a LOCAL", "FULL_STATE_DICT or SHARDED"
+        model, "the state dict has 'inp.weight'", "FULL_STATE_DICT or SHARDED"
     ):
         load(model, LOCAL, state[FULL])
-    with _refused(model, "'inp.weight' is not in a LOCAL"):
+    with _refused(model, "the state dict has 'inp.weight'"):
         load(model, LOCAL, state[SHARDED])
 
 

@@ -224,7 +224,7 @@ def test_what_packs_on_cuda() -> None:
     assert _value("GPU kernels", accelerator="cuda").startswith("used")
     parts = {**PARTS, "why_no_cuda_kernels": "no sm_80"}
     value = _value("GPU kernels", accelerator="cuda", parts=parts)
-    assert value == "not used, ATen's need more launches: no sm_80"
+    assert value == "not used (no sm_80): ATen's kernels need more launches"
     assert "not used: no sm_80" in _value("GPU kernels", parts=parts)
 
 

@@ -3,8 +3,8 @@
 Note [Loading without gathering]
 A unit takes the values of its own parameters out of the state dict and copies its part
 of each into its shard; torch's recursion loads the rest (buffers, ignored parameters,
-extra state), and meanwhile the parameters are not registered. A FULL or LOCAL state
-dict so needs no communication, a SHARDED one a single collective a unit.
+extra state), and meanwhile the parameters are not registered. So a FULL or LOCAL state
+dict needs no communication, and a SHARDED one needs one collective per unit.
 
 That is possible where loading a module means copying its parameters. A unit of which a
 module does more (hooks around loading, ``_load_from_state_dict()`` or
@@ -144,7 +144,7 @@ def _raise_problems(
     if is_bad:
         raise RuntimeError(
             f"{what}, of which nothing was loaded: another rank found values that do "
-            "not fit and says which"
+            "not fit; see its error"
         )
 
 
@@ -165,10 +165,10 @@ def _find_problems(
         )
         if not names and not are_slices:
             return [
-                f"{given[0][0]!r} is not in a LOCAL state dict, which has "
-                f"{prefix + local_names(module)[0]!r} for unit "
-                f"{module._sharded.name!r}: "
-                "load it with state_dict_type FULL_STATE_DICT or SHARDED_STATE_DICT"
+                f"the state dict has {given[0][0]!r}, but a LOCAL state dict would "
+                f"have {prefix + local_names(module)[0]!r} for unit "
+                f"{module._sharded.name!r}: load it with state_dict_type "
+                "FULL_STATE_DICT or SHARDED_STATE_DICT"
             ]
         return find_local_problems(module, state_dict, prefix)
     problems = []
@@ -178,7 +178,7 @@ def _find_problems(
             problems.append(problem.format(key=key))
     if names and (problems or not given):
         return [
-            f"{prefix + names[0]!r} is of a LOCAL state dict, and the type "
+            f"{prefix + names[0]!r} belongs to a LOCAL state dict, but the type "
             f"is {kind.name}: load it with state_dict_type LOCAL_STATE_DICT"
         ]
     return problems

@@ -5,7 +5,7 @@ on to the module inside it.
 
 Note [One unit at a time]
 Parameters are exchanged to where they are needed (see fsdp_c._state.forms): whole on
-all ranks or on rank 0, or in rows. Each rank so takes little memory beside its result.
+all ranks or on rank 0, or in rows. So each rank needs little memory beyond its result.
 That is possible where saving a module means handing out its parameters. A unit of which
 a module does more (hooks around saving, ``_save_to_state_dict()`` or
 ``get_extra_state()`` of its own) is summoned, for they may look at its parameters.

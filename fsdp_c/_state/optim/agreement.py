@@ -29,7 +29,7 @@ class Scalar(NamedTuple):
 
 
 class PerRank(NamedTuple):
-    """A plain state that is another one on each rank.
+    """A plain state that differs between ranks.
 
     ``values`` are those of the ranks of the sharding group, as of
     :func:`packed_value`; None where a rank has none.
@@ -38,7 +38,7 @@ class PerRank(NamedTuple):
     values: tuple[Any, ...]
 
     def of(self, part: ParamPart, key: str) -> Any:
-        """Return this rank's own; the first one, of another number of ranks."""
+        """Return this rank's value; the first one if the number of ranks differs."""
         group = part.shard_group
         size, rank = (1, 0) if group is None else (group.size(), group.rank())
         first = next((value for value in self.values if value is not None), None)
@@ -46,9 +46,9 @@ class PerRank(NamedTuple):
             own = self.values[rank]
             return first if own is None else own
         warnings.warn(
-            f"optimizer state {key!r} of parameter {part.fqn!r} was another on each "
-            f"of {len(self.values)} ranks, and is loaded on {size}: all get the first "
-            "rank's",
+            f"optimizer state {key!r} of parameter {part.fqn!r} differed between the "
+            f"{len(self.values)} ranks that saved it, and is loaded on {size} ranks: "
+            "every rank gets the first value",
             stacklevel=6,
         )
         return first
@@ -189,8 +189,8 @@ def _missing(what: str) -> str:
     return (
         "FSDP currently requires each rank to have at least the optimizer states "
         "needed by rank 0's optimizer but some ranks are missing some of those "
-        f"states: {what}, which other ranks' do; give the optimizers of all ranks "
-        "the same parameters and step them together"
+        f"states: {what}, unlike other ranks; give the optimizers of all ranks the "
+        "same parameters and step them together"
     )
 
 

@@ -27,7 +27,7 @@ def groups_by_name(
                 raise ValueError(
                     f"parameter {key!r} of the optimizer's state dict is none of the "
                     f"optimizer's {len(keys.parts)} parameters: pass the "
-                    "optimizer that the state dict is of"
+                    "optimizer that the state dict comes from"
                 )
             names += [part.fqn for part in keys.parts[key]]
         renamed = copy.deepcopy({k: v for k, v in group.items() if k != "params"})
@@ -95,9 +95,9 @@ def _groups_of_keys(
                 first = keys.parts[key][0].fqn
                 raise ValueError(
                     f"parameter {name!r} is in parameter group {number} of the state "
-                    f"dict, others of its flat parameter ({first!r}, ...) are "
+                    f"dict, but others of its flat parameter ({first!r}, ...) are "
                     f"in group {group_of_key[key]}: one flat parameter is in one "
-                    "group; use use_orig_params=True"
+                    "group; wrap the model with use_orig_params=True"
                 )
     return group_of_key
 

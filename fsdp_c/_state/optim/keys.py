@@ -63,8 +63,8 @@ def _stranger(
         for use in its_parts[0].over._sharded.uses
     }
     what = (
-        f"the original parameter {hidden[param]!r}, which a flat parameter stands "
-        "for since wrapping"
+        f"the original parameter {hidden[param]!r}, which wrapping replaced with "
+        "a flat parameter"
         if param in hidden
         else f"parameter {key!r} of shape {tuple(param.shape)}, which is not in the "
         "model"
@@ -99,8 +99,8 @@ def check_stepped(
             raise ValueError(
                 f"the optimizer steps a parameter of shape {tuple(param.shape)} "
                 f"(number {index} in its groups) that is not in the model: pass the "
-                "model that it is of, or an optimizer of this model's parameters, made "
-                "after wrapping if it is wrapped"
+                "model that it belongs to, or an optimizer over this model's "
+                "parameters, constructed after any wrapping"
             )
 
 

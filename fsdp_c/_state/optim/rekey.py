@@ -26,8 +26,8 @@ def rekey_optim_state_dict(
 ) -> dict[str, Any]:
     """Return a state dict with names for ids, or ids for names.
 
-    So a full state dict goes into an unsharded model's optimizer (PARAM_ID), and
-    that one's state dict into a sharded model's (PARAM_NAME).
+    PARAM_ID makes a full state dict loadable by the optimizer of an unsharded model;
+    PARAM_NAME makes the state dict of such an optimizer loadable by a sharded model's.
 
     Args:
         optim_state_dict: To be renamed; returned as it is if it has such keys.

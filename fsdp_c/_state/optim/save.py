@@ -23,7 +23,7 @@ from fsdp_c._units.base import ShardedModule, sharded_modules
 # are tensors without one value per element, by parameter. There only if there are any.
 WHOLE_STATES = "whole_states"
 
-# Likewise: for states that are another on each rank, all ranks' values in order.
+# Likewise, for states that differ between ranks: the values of all ranks, in order.
 RANK_STATES = "rank_states"
 
 

@@ -102,8 +102,8 @@ def _fits(value: Any, part: ParamPart) -> bool:
 def _move_scalars(states: Collection[ParamState]) -> None:
     """Move the 0-dim element-wise state of 0-dim parameters to ``sharded``.
 
-    A 0-dim tensor is the state of a 0-dim parameter's only element if the state of
-    the same name is sharded in other parameters, or of none and not ``step``.
+    Other parameters decide by name: the state is element-wise if it is sharded in one
+    of them, or if none with dimensions has it as plain state. ``step`` never is.
     """
     sharded = {name for state in states for name in state.sharded}
     plain = {name for state in states if state.part.shape for name in state.plain}
@@ -123,9 +123,9 @@ def _move_scalars(states: Collection[ParamState]) -> None:
 def assemble(keys: ParamKeys, states: Mapping[str, ParamState]) -> dict[Key, Any]:
     """Return the "state" of an optimizer's state dict on this rank.
 
-    A parameter of which this rank holds nothing has none, as if stepped here, unless
-    its state says otherwise. Raises ValueError if the parameters of a flat parameter
-    differ in their plain state, or in the dtype of their sharded state.
+    A parameter of which this rank holds nothing gets no state, as after a step on this
+    rank, unless ``has_state`` is set. Raises ValueError if the parameters of a flat
+    parameter differ in their plain state, or in the dtype of their sharded state.
     """
     result: dict[Key, Any] = {}
     for key, parts in keys.parts.items():

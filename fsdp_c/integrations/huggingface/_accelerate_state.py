@@ -15,13 +15,13 @@ from fsdp_c.integrations.huggingface._accelerate_plugin import materialize_on_cp
 from fsdp_c.integrations.huggingface._accelerate_settings import are_on_cpu, is_on
 
 ONE_PROCESS = (
-    "FSDP is configured and there is only one process: accelerate trains without "
-    "FSDP. Start several, as `torchrun --nproc-per-node 2 ...` or `accelerate launch "
-    "--num_processes 2 ...`"
+    "FSDP is configured, but there is only one process: accelerate trains without "
+    "FSDP. Start several, for example with `torchrun --nproc-per-node 2 ...` or "
+    "`accelerate launch --num_processes 2 ...`"
 )
 
 NO_GROUP = (
-    "FSDP is configured, and accelerate makes no process group of the processes that "
+    "FSDP is configured, but accelerate makes no process group for the processes that "
     "were started: each would train alone. There is no accelerator here: pass "
     "use_cpu=True to TrainingArguments or cpu=True to Accelerator, before anything "
     "else of accelerate is made"

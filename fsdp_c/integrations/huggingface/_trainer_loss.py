@@ -56,8 +56,7 @@ def _wrap_init(original: Function) -> Function:
         self.model_accepts_loss_kwargs = False
         warnings.warn(
             f"{type(model).__name__} computes its loss without num_items_in_batch: "
-            "the Trainer does not multiply it by the number of ranks, as it would "
-            "without fsdp_c",
+            "fsdp_c keeps the Trainer from multiplying it by the number of ranks",
             IntegrationWarning,
             stacklevel=3,
         )
