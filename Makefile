@@ -53,8 +53,8 @@ pytest: $(BUILT)
 	python -m pytest $(PYTEST_FLAGS)
 
 test-all: $(BUILT) c-test ## every combination, also on the simulated accelerator: hours
-	python -m pytest --full
-	$(MAKE) sim-test SIM_FLAGS=--full
+	python -m pytest --full $(PYTEST_FLAGS)
+	$(MAKE) sim-test SIM_FLAGS='--full $(PYTEST_FLAGS)'
 
 sim-test: $(BUILT) ## the distributed tests on the simulated accelerator (docs/internals/simdevice.md)
 	FSDP_C_TEST_DEVICE=sim python -m pytest tests/distributed tests/checkpoint \
