@@ -253,7 +253,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
             with pytest.raises(OSError, match=r"."):
                 folder.read(name, 100)
         (tmp_path / "folder" / "large").write_bytes(b"x" * 101)
-        with pytest.raises(ValueError, match="more than any"):
+        with pytest.raises(ValueError, match="at most 100 are read"):
             folder.read("large", 100)
     finally:
         folder.close()

@@ -138,7 +138,7 @@ def test_optimizers_of_other_parameters(rank: int) -> None:
     module = nn.Linear(3, 2)
     early = torch.optim.Adam(module.parameters())
     flat_model = fsdp(module, use_orig_params=False)
-    with pytest.raises(ValueError, match=r"'weight'.*flat parameter stands.*after"):
+    with pytest.raises(ValueError, match=r"'weight'.*flat parameter.*after"):
         FSDP.optim_state_dict(flat_model, early)
     with pytest.raises(ValueError, match="pass the wrapped model"):
         FSDP.optim_state_dict_to_load(nn.Linear(1, 1), optim, {})
