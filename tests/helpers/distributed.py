@@ -84,7 +84,7 @@ class Outcome:
     status: Status
     message: str = ""
     keeps_pool: bool = True
-    """Whether the rank is as fit for the next test as before."""
+    """Whether the rank can run more tests."""
 
 
 @dataclass(frozen=True)
@@ -362,6 +362,8 @@ def run_task(
     message = describe_failures(outcomes, world_size)
     if message:
         pytest.fail(message, pytrace=False)
+    if not all(outcome.keeps_pool for outcome in outcomes.values()):
+        _pools.pop(key).close()
     statuses = {outcome.status for outcome in outcomes.values()}
     if len(statuses) > 1:
         by_rank = {rank: outcomes[rank].status for rank in sorted(outcomes)}
