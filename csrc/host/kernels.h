@@ -49,7 +49,7 @@ FSDP_NODISCARD fsdp_status fsdp_host_sum(void *destination, fsdp_dtype dtype,
                                          int64_t num_pieces, int64_t numel,
                                          fsdp_error *error);
 
-/* Elements that the CUDA kernels for norms and scales read. */
+/* Elements that the CUDA kernels read for a norm, and scale in place. */
 typedef struct fsdp_host_span {
   const void *data;
   fsdp_dtype dtype; /* floating */

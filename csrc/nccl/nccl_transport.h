@@ -166,9 +166,9 @@ FSDP_NODISCARD fsdp_status fsdp_nccl_offer(fsdp_transport *transport,
                                            fsdp_error *error);
 void fsdp_nccl_withdraw(fsdp_transport *transport, void *block);
 
-/* Writes of both channels where their windows stand: "gathers: 2 windows, 64
- * MiB; reductions: none, <reason>"; "" where rank 0 does not want them or no
- * communicator was made. Cannot fail. */
+/* Writes where the windows of both channels stand: "gathers: symmetric windows
+ * of 64 bytes; reductions: no symmetric windows, <reason>"; "" where rank 0
+ * does not want them or no communicator was made. Cannot fail. */
 void fsdp_nccl_describe_windows(fsdp_transport *transport, char *text,
                                 size_t text_nbytes);
 

@@ -9,7 +9,7 @@
  * registration is collective (the same order and sizes on all ranks), and a
  * collective must use the same offset of the same window on all ranks, or no
  * window on any. NCCL checks neither; a rank that differs hangs, or others
- * write into its wrong memory.
+ * write to the wrong place in its memory.
  *
  * The arena does not promise that. It gives a unit the same block in each step
  * once it has a plan, but the plan may depend on the rank: gradients become
@@ -96,7 +96,7 @@ void fsdp_nccl_priv_close_windows(fsdp_nccl_transport *transport,
   windows->num_open = 0;
 }
 
-/* Registers all windows, also behind one that fails: the other ranks do. Writes
+/* Registers all windows, even after one that fails: the other ranks do. Writes
  * the first failure to `refusal`, which is "" otherwise. */
 static void register_windows(fsdp_nccl_transport *transport, fsdp_channel index,
                              char *refusal, size_t refusal_nbytes) {

@@ -111,7 +111,7 @@ bool fsdp_nccl_priv_publish(fsdp_nccl_transport *transport,
 /* The positions of the first ranks. */
 typedef struct answers {
   char words[MAX_ASKED][FSDP_NCCL_WORDS_NBYTES]; /* empty: not there yet */
-  int64_t num_asked;                             /* ranks 0 to num_asked */
+  int64_t num_asked;                             /* ranks [0, num_asked) */
   int64_t num_missing;
 } answers;
 

@@ -268,9 +268,9 @@ PyObject *fsdp_nested_map(const module_state *state, PyObject *object,
  * to, as the garbage collector sees it (`tp_traverse`): attributes, slots,
  * items, the variables of a generator. No code of the object's class runs. Such
  * objects lead anywhere, so inside them everything is visited once and no more
- * than MAX_SEEN things are. Passed by are modules, of Python and of torch;
- * frames, and of a function its globals, which lead to all of the program; and
- * leaf tensors, whose gradients lead nowhere: parameters are among them. */
+ * than MAX_SEEN things are. Left out are modules (of Python and of torch),
+ * frames and the globals of functions, which lead to all of the program, and
+ * leaf tensors, such as parameters, whose gradients lead nowhere. */
 enum { MAX_SEEN = 10000 };
 
 typedef struct visitor {

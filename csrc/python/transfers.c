@@ -37,7 +37,7 @@ done:
   return result;
 }
 
-/* Fills messages[first ...] from a tuple of (peer, tensor). */
+/* Fills messages[0 ...] from a tuple of (peer, tensor). */
 static int read_messages(PyObject *sequence, bool is_outgoing,
                          fsdp_torch_message *messages) {
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(sequence); i++) {

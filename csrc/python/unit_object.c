@@ -1,8 +1,8 @@
 /*
  * The Unit type: Python's view of one unit, and the forward call.
  *
- * The tensors belong to the bridge; of Python's objects a unit holds what it
- * watches.
+ * The tensors belong to the bridge. A unit holds the Python objects that it
+ * watches and, by rows, places and callables.
  */
 #include "python/convert.h"
 #include "python/nested.h"

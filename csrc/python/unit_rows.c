@@ -1,6 +1,6 @@
 /*
  * A unit by rows, see Note [Parameters by rows] in csrc/torch/rows.cpp: which
- * of a parameter's two objects the modules have registered.
+ * of a parameter's objects the modules have registered.
  */
 #include "python/convert.h"
 #include "python/nested.h"
@@ -26,8 +26,8 @@ static int show_in_place(PyObject *place, PyObject *shown) {
   return PyDict_SetItem(PyTuple_GET_ITEM(place, PLACE_DICT), key, shown);
 }
 
-/* Shows the kind in all places that hold another one of theirs. num_others
- * [out] the places that hold neither. 0, or -1 with an exception. */
+/* Shows the kind `to` in all places that hold the kind `from`. num_others [out]
+ * the places that hold neither. 0, or -1 with an exception. */
 static int show_in_places(PyObject *places, fsdp_torch_shown from,
                           fsdp_torch_shown to, Py_ssize_t *num_others) {
   *num_others = 0;

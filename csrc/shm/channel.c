@@ -8,8 +8,8 @@
 #include "base/alloc.h"
 #include "shm/shm_priv.h"
 
-/* From both on, an all_reduce is cheaper as a reduce_scatter and an all_gather
- * in turns. */
+/* With so many ranks and bytes or more, an all_reduce is cheaper as a
+ * reduce_scatter and an all_gather in turns. */
 enum { SPLIT_WORLD_SIZE = 4, SPLIT_NBYTES = 32768 };
 
 static int64_t min_i64(int64_t a, int64_t b) {

@@ -3,11 +3,11 @@
  * the file's any more. /proc/self/pagemap has a word for each page.
  *
  * Note [Pages without a fault]
- * Looking at every page takes a few percent of a small step. A page
- * gets memory of its own in a page fault, and the kernel counts the faults of a
- * process. So without a fault since the pages were all of the file, they still
- * are. Where memory is kept between steps, most of them have none. The counter
- * is trusted if it counted one that this file provoked.
+ * Looking at every page takes a few percent of a small step. A page gets memory
+ * of its own in a page fault, and the kernel counts the faults of a process. So
+ * if no fault came since all pages were the file's, they still are. Where
+ * memory is kept between steps, most steps have no fault. The counter is
+ * trusted if it counts a fault that fsdp_shm_priv_counts_faults() provokes.
  */
 #include <fcntl.h>
 #include <sys/mman.h>

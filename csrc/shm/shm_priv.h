@@ -391,7 +391,7 @@ int fsdp_shm_priv_open_page_map(void);
 /* Page faults of this process so far; negative: unknown. */
 int64_t fsdp_shm_priv_num_faults(void);
 
-/* Whether that is true here: Note [Pages without a fault]. */
+/* Whether this system counts them: Note [Pages without a fault]. */
 bool fsdp_shm_priv_counts_faults(void);
 
 /* Whether pages of a private mapping of a file have memory of their own, since

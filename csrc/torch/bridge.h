@@ -186,15 +186,15 @@ FSDP_NODISCARD fsdp_status fsdp_torch_unit_bind_flat_params(
     fsdp_torch_unit *unit, struct _object *const *flat_params,
     int64_t num_flat_params, fsdp_error *error);
 
-/* Finds the first parameter of a unit that its module has no more where it was:
+/* Finds the first parameter of a unit that its module no longer has in place:
  * the attribute's name, valid while the GIL is held, or NULL. With the GIL. */
 typedef struct fsdp_torch_watch {
   void *context;
   const char *(*find_replaced)(void *context);
 } fsdp_torch_watch;
 
-/* What a backward asks once, where a forward left the parameters shown. NULL:
- * nothing. GIL. */
+/* Lets a backward call `watch` once, if a forward left the parameters shown.
+ * NULL: it calls nothing. GIL. */
 void fsdp_torch_unit_set_watch(fsdp_torch_unit *unit,
                                const fsdp_torch_watch *watch) FSDP_NOEXCEPT;
 
@@ -299,7 +299,8 @@ typedef struct fsdp_torch_cast {
 
 /* Decides it, before pre_forward: the root's inputs follow
  * cast_root_forward_inputs, another unit's cast_forward_inputs; tensors on
- * another device than the unit's are moved by the root. */
+ * another device than the unit's are moved by the root, and by units that cast.
+ */
 void fsdp_torch_unit_input_cast(const fsdp_torch_unit *unit,
                                 fsdp_torch_cast *cast);
 
@@ -401,7 +402,7 @@ const int64_t *fsdp_torch_engine_mark_times(const fsdp_torch_engine *engine,
 /* Whether something is recorded now: started, not full and not stopped. */
 bool fsdp_torch_engine_is_recording(const fsdp_torch_engine *engine)
     FSDP_NOEXCEPT;
-/* The begin of a span: now, or 0 while nothing is recorded. GIL. */
+/* The start of a span: now, or 0 while nothing is recorded. GIL. */
 int64_t fsdp_torch_unit_begin_span(const fsdp_torch_unit *unit) FSDP_NOEXCEPT;
 /* Adds the span if begin_ns is not 0 and no other thread is inside the engine.
  * GIL. */
@@ -506,8 +507,9 @@ FSDP_NODISCARD fsdp_status fsdp_torch_empty_tensors(
 
 /*
  * What carries a process group's collectives on a device: a new tuple of its
- * name ("shm", "nccl" or "c10d") and, for c10d, why. Waits for nobody. GIL.
- * NULL with an exception.
+ * name ("shm", "hierarchical", "nccl" or "c10d") and of text: for c10d why, for
+ * nccl where its windows stand. Waits while a group of this process is meeting.
+ * GIL (released inside). NULL with an exception.
  */
 struct _object *fsdp_torch_transport(struct _object *group,
                                      struct _object *device);

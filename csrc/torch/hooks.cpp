@@ -1,6 +1,7 @@
 // Autograd hooks: an output's gradient starts a unit's backward, a parameter's
 // gradient is handed to the engine, the end of backward finishes the step. They
-// run on autograd's threads, without the GIL and without Python.
+// run on autograd's threads. Only units by rows, parallel parameters, the look
+// for replaced parameters and followers need the GIL.
 #include <ATen/core/Tensor.h>
 #include <Python.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -187,9 +188,9 @@ struct ForwardCall {
   std::shared_ptr<Unit> unit;  // the graph keeps the unit alive
   int graph_task = -1;
 
-  // `node` made the output whose gradient has come. It may be the input of the
-  // unit behind this one, which is resharded before this one is prefetched
-  // from.
+  // `node` made the output whose gradient has come. The output may be an input
+  // of the next unit in forward. That unit is told first, so that it reshards
+  // before this one prefetches.
   void on_grad(const Node *node) {
     const int current = torch::autograd::get_current_graph_task_id();
     if (graph_task == current) return;
@@ -215,7 +216,7 @@ class OutputHook : public torch::autograd::FunctionPreHook {
   const Node *node_;  // it owns the hook
 };
 
-// Not Tensor::register_hook, which makes four objects more of it.
+// Not Tensor::register_hook, which makes four more objects.
 void hook_tensor(const at::Tensor &tensor,
                  const std::shared_ptr<ForwardCall> &call) {
   const NodePtr &node = tensor.grad_fn();
@@ -313,7 +314,7 @@ class GradHook : public torch::autograd::FunctionPostHook {
     handed.is_expected =
         param.expected_in == torch::autograd::get_current_graph_task_id();
     if (handed.is_expected) param.expected_in = -1;
-    // The gradients of the unit before go before this one's are made.
+    // Followers may free the last unit's gradients before this one's are made.
     if (handed.is_expected && fsdp_unit_pending_grads(unit.core) == 1) {
       follow_reductions(*engine);
     }
@@ -382,7 +383,7 @@ void hook_accumulators(Unit &unit) {
           std::make_unique<EarlyGradHook>(unit.handle, i));
     }
   }
-  // A graph may have kept the one that a parameter has had before.
+  // An older graph may have kept a parameter's earlier accumulator.
   if (is_new) {
     unit.accumulator_stream =
         are_accumulators_of(unit, stream) ? stream : std::nullopt;

@@ -65,7 +65,7 @@ std::vector<at::Tensor> empty_tensors(const std::vector<TensorSpec> &specs) {
       total += more;
       end++;
     }
-    if (total < kLargePage) {  // no large page: torch's allocator as ever
+    if (total < kLargePage) {  // no large page: torch's allocator
       for (; begin < end; begin++) {
         tensors.push_back(at::empty({specs[begin].numel}, specs[begin].dtype));
       }

@@ -222,7 +222,7 @@ class SavedTensor {
         expected_(version_.current_version()),
         saved_(engine_->offload->add(tensor)) {
     if (saved_ == nullptr) {
-      // Of an output the graph would keep itself alive.
+      // By keeping its own output, the graph would keep itself alive.
       kept_ = tensor.is_leaf() ? tensor : tensor.detach();
       return;
     }

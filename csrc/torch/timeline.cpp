@@ -88,7 +88,7 @@ void fsdp_torch_unit_end_span(const fsdp_torch_unit *unit,
                               int64_t begin_ns) noexcept {
   if (begin_ns == 0 || unit->self->engine == nullptr) return;
   Engine &engine = *unit->self->engine;
-  // Who has the lock may want the GIL: no waiting for it.
+  // The thread with the lock may want the GIL: do not wait for it.
   const std::unique_lock<std::mutex> lock(engine.mutex, std::try_to_lock);
   if (!lock.owns_lock()) return;
   fsdp_engine_note(engine.core, unit->self->core, kind, begin_ns);

@@ -152,8 +152,8 @@ int64_t next_segment(int64_t end) {
   return (end + kMultiple - 1) / kMultiple * kMultiple;
 }
 
-// The bytes of a region for the unit's shards; 0: they need none. Of what is in
-// the way the core decides (runtime/in_place.c).
+// The bytes of a region for the unit's shards; 0: they need none. The core
+// looks for other obstacles (runtime/in_place.c).
 int64_t region_nbytes_of(const Unit &unit) {
   int64_t nbytes = 0;
   if (!unit.device.is_cpu() || core_group(unit.shard_group).world_size < 2 ||
@@ -254,7 +254,7 @@ void fill_shards(Unit &unit, const fsdp_torch_unit_options &options) {
 }
 
 // fp16 sums overflow: part of the division comes before them. FSDP1's rule:
-// the power of two nearest to the square root of the number of ranks.
+// a power of two near the square root of the number of ranks.
 double fp16_prescale(int64_t num_ranks) {
   int64_t factor = 1;
   while (num_ranks % factor == 0 && num_ranks / factor > factor) factor *= 2;

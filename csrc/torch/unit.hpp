@@ -48,7 +48,7 @@ struct Engine {
   // Tells the ranks that will wait for this one why they wait in vain; "" takes
   // it back. See Note [Post-mortem].
   void publish_abort_reason(const std::string &reason) noexcept;
-  // The begin of a span of the timeline: now, or 0 while none is recorded. With
+  // The start of a span of the timeline: now, or 0 while none is recorded. With
   // the GIL or the lock.
   int64_t begin_span() const noexcept {
     const fsdp_timeline *recorded = fsdp_engine_timeline(core);
@@ -72,7 +72,7 @@ struct Engine {
   // Units whose reductions were issued and that are followed; see
   // Note [Following reductions].
   std::vector<std::weak_ptr<Unit>> reduced;
-  bool has_faces = false;  // of some unit modules see other parameters
+  bool has_faces = false;  // modules of some unit see other parameters
   // Their plain parameters are registered, from the first gradient of a
   // backward to its end.
   std::atomic<bool> shows_plain{false};
@@ -126,8 +126,8 @@ struct ShardedParam {
   at::Tensor grad;        // undefined until the first reduction
   at::Tensor grad_local;  // its local tensor, a view of the sharded gradient
   at::Tensor user_grad;   // local tensor of a gradient that the user set
-  // Borrowed from `grad` and `grad_local`, and their references while the user
-  // has none.
+  // The Python objects of `grad` and `grad_local`, borrowed, and how many
+  // references each has while the user holds none.
   struct _object *grad_objects[2] = {nullptr, nullptr};
   int64_t grad_references[2] = {0, 0};
 };
@@ -231,7 +231,7 @@ struct Unit : std::enable_shared_from_this<Unit> {
   std::vector<Param> params;
   std::shared_ptr<c10::DataPtr> region;  // of the shards; null: none
   int64_t region_nbytes = 0;
-  // Of all their accumulators; none on the CPU, or if they differ. hooks.cpp
+  // Of all gradient accumulators; none on the CPU, or if they differ. hooks.cpp
   std::optional<c10::Stream> accumulator_stream;
   std::vector<GradPlace> grad_places;  // unit_grads.cpp
   uint64_t marked_version = 0;         // unit_views.cpp
@@ -315,8 +315,8 @@ void add_grad_ops(fsdp_view_ops *ops);
 // Whether the core reduces gradients of the segment.
 bool is_trainable(const Unit &unit, const Segment &segment);
 
-// The same for who follows the unit: shows the sharded gradients, and takes
-// them back. Where all were cleared, their memory goes.
+// For what follows the unit's reductions: shows the sharded gradients, and
+// takes them back. If all of them were cleared, their memory is freed.
 void show_followed_grads(Unit &unit);
 void take_followed_grads(Unit &unit);
 

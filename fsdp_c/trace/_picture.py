@@ -60,7 +60,7 @@ def draw(
     axes = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
     for axis, (lanes, clock) in zip(axes, shown, strict=True):
         _draw_rank(axis, lanes, step, clock.offset - origin)
-    axes[-1].set_xlabel(f"ms since the begin of step {step}")
+    axes[-1].set_xlabel(f"ms since the start of step {step}")
     _legend(figure, [lanes for lanes, _ in shown])
     figure.savefig(path, dpi=130)
 

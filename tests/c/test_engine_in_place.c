@@ -207,7 +207,7 @@ TEST(test_on_demand) {
   PLAY("leave_eval a; leave_eval root; check_sharded; end");
 }
 
-/* The ranks compare what they do next, so each gathers as ever. */
+/* The ranks compare what they do next, so each gathers as usual. */
 TEST(test_checked_order) {
   start(NULL, true);
   PLAY("eval");

@@ -323,7 +323,7 @@ TEST(test_pack) {
       {a, f32, 0, 2, false, false},
       {NULL, f32, 2, 2, false, false},
       {b, dtypes[FSDP_HOST_BF16], 4, 2, true, false},
-      {NULL, f32, 6, 1, true, false}, /* as ever: no data writes zeros */
+      {NULL, f32, 6, 1, true, false}, /* as usual: no data writes zeros */
       {a, f32, 8, 0, false, false},
       {NULL, f32, 9, 2, false, true}, /* or ones, which are not scaled */
   };

@@ -58,7 +58,7 @@ TEST(test_two_groups_that_hang) {
 }
 
 /* A store that does not answer keeps nobody from ending: aborts come first, and
- * other groups are watched as ever. */
+ * other groups are watched as usual. */
 TEST(test_store_that_hangs) {
   const fsdp_nccl_options options = quick_options();
   fsdp_nccl_options other_options = quick_options();

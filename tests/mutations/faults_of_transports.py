@@ -307,7 +307,7 @@ FAULTS = (
         "test_reduce_parts.py",
     ),
     shm_fault(
-        "a part is read from its begin",
+        "a part is read from its start",
         "list_copies",
         (
             ".address = address_of(part->data, skipped)",

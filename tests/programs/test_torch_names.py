@@ -138,7 +138,7 @@ def test_mixed_trees_are_refused() -> None:
 
 @distributed(world_size=2, device="cpu")
 def test_torchs_own_models_are_left_to_torch() -> None:
-    """Torch's class trains and saves as ever, beside a model of fsdp_c."""
+    """Torch's class trains and saves as usual, beside a model of fsdp_c."""
     ours = _model(use_orig_params=True)
     torch.manual_seed(0)
     theirs = TorchFSDP(

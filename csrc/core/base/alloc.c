@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* The core's only globals. Relaxed order is enough: they guard no data. */
+/* Relaxed order is enough: these globals guard no data. */
 static _Atomic int64_t g_live = 0;
 static _Atomic int64_t g_fail_at = -1;
 

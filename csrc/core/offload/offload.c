@@ -227,7 +227,7 @@ static void undo_leaving(fsdp_offload *self, group *from) {
   fsdp_host_pieces_give(&self->pieces, &from->run);
 }
 
-/* Moves what others hold, too, from the group to the open one. */
+/* Moves items that somebody else holds, too, from the group to the open one. */
 static void keep_shared(fsdp_offload *self, group *from) {
   for (fsdp_offload_item *item = from->first; item != NULL;) {
     fsdp_offload_item *after = item->after;

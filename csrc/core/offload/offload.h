@@ -1,6 +1,6 @@
 /*
  * Offload: what autograd saves for backward waits in host memory, from the end
- * of one unit's forward to the begin of its backward.
+ * of one unit's forward to the start of its backward.
  *
  * An *item* is device memory that is saved: one storage, however many saved
  * tensors lie in it. The caller says when a unit's forward begins, when a saved
@@ -8,7 +8,7 @@
  * device memory and locks; all calls are for the current stream as COMPUTE.
  *
  * Note [Groups of saved memory]
- * A *group* is what is saved from the begin of one unit's forward to that of
+ * A *group* is what is saved from the start of one unit's forward to that of
  * the next. When a unit begins, the group before it is copied to the host on
  * DOWNLOAD, beside the unit's compute; when the unit after that begins, or
  * forward ends, COMPUTE waits for the copies and the device memory is let go.
@@ -110,8 +110,8 @@ FSDP_NODISCARD fsdp_status fsdp_offload_need(fsdp_offload *offload,
                                              fsdp_offload_item *item,
                                              fsdp_error *error);
 
-/* Lets the device memory of an item go that is on the host, too: what needs it
- * now has it. Cannot fail. */
+/* Lets the device memory of an item go if the item is on the host, too: what
+ * needs it holds it now. Cannot fail. */
 void fsdp_offload_spare(fsdp_offload *offload, fsdp_offload_item *item);
 
 /* Nobody needs the item any more. It is forgotten now, or when copies that are

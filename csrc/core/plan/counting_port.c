@@ -376,7 +376,7 @@ static fsdp_status await_closed(fsdp_transport *transport, fsdp_shared *shared,
   return FSDP_OK;
 }
 
-/* Belongs to summons, as host_alloc. */
+/* Belongs to summons, of which a plan has none. */
 static fsdp_status broadcast(fsdp_transport *transport, const fsdp_call *call,
                              void *buffer, int64_t numel, int64_t root,
                              fsdp_dtype dtype, uint64_t *ticket,

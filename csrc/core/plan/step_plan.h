@@ -59,7 +59,7 @@ typedef struct fsdp_step_unit {
       *segments;        /* one per segment; `shard` is not read */
   int64_t num_replicas; /* >= 1 */
   bool reshards;        /* after forward, as FULL_SHARD */
-  /* After a backward that does not reduce, too, if `reshards` is false. */
+  /* After a backward that does not reduce, even if `reshards` is false. */
   bool reshards_after_backward;
   bool finds_unused; /* see fsdp_unit_options */
   fsdp_prefetch backward_prefetch;
@@ -101,8 +101,8 @@ typedef struct fsdp_step_plan_report {
 } fsdp_step_plan_report;
 
 /*
- * Runs steps until the arena's assignment of blocks is fixed, and reports the
- * last one.
+ * Runs three steps, after two of which the arena's blocks are assigned, and
+ * reports the last one.
  *
  * report        [out]
  * unit_seconds  [out] per unit: the stalls of COMPUTE charged to it in the last

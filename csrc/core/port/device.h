@@ -2,8 +2,8 @@
  * A device, as function pointers: memory, events, data movement. The bridge
  * fills the table from ATen and c10 streams, tests fill it with a recorder.
  *
- * Pointers are device addresses. Each call enqueues on its lane and returns;
- * only event_wait with the lane COMPUTE on a host device may block.
+ * Pointers are device addresses. Each call enqueues on its lane and returns,
+ * unless its comment says otherwise. On a host device event_wait may block.
  *
  * Note [Lanes on a host device]
  * A CPU has no streams. There, collectives start in the order of the calls

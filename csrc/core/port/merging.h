@@ -1,6 +1,6 @@
 /*
- * A merging transport: over one of a host, it makes the small calls between
- * group_begin and group_end one call.
+ * A merging transport: over a host transport, it makes one call of the small
+ * calls between group_begin and group_end.
  *
  * A unit by rows makes a call for each of its parameters. Over shared memory
  * and c10d the cost of a small call is the call, so their data are copied side

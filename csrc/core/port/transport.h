@@ -49,7 +49,7 @@ typedef struct fsdp_call {
   void *stream;      /* the device's; NULL on a host transport */
   const char *label; /* unit and operation, for errors; copied; may be NULL */
   int64_t unit;      /* its number in the process, from 1; 0: of no unit. Names
-                        need not differ, also those of units of several models */
+                        do not tell units of several models apart */
   void *scratch;     /* of reduce_scatter: fsdp_scratch_numel(); NULL: none */
   bool is_captured;  /* into a graph: it runs later, and more than once */
 } fsdp_call;
@@ -74,7 +74,7 @@ typedef struct fsdp_transport fsdp_transport;
  * owners write, but what is written into it does not reach them, and `close`
  * drops it. An all-gather then copies nothing and needs no block.
  *
- * It only makes the ranks meet: `open` ends when every rank has begun it, so
+ * The gather only makes the ranks meet: `open` ends when all have begun it, so
  * the owners have written what the others are to read. An owner may write again
  * when all others have closed: `await_closed`.
  */
@@ -127,7 +127,7 @@ typedef struct fsdp_parts {
 } fsdp_parts;
 
 typedef struct fsdp_transport_ops {
-  const char *name; /* "shm", "nccl", "c10d"; static */
+  const char *name; /* "shm", "hierarchical", "nccl", "c10d"; static */
   /* Whether buffers are host memory. Then a collective only starts, and `wait`
    * ends it; else it is enqueued on the stream and `wait` is NULL. */
   bool is_host;

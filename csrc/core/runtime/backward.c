@@ -35,8 +35,8 @@ done:
 
 /* Prefetches the unit whose backward comes next. */
 static fsdp_status prefetch_backward(fsdp_engine *engine, fsdp_error *error) {
-  /* Walk past units that need nothing: kept, in flight, or reduced already
-   * (those must not come back before the optimizer's step). */
+  /* Walk past units that need nothing: kept, or reduced already (those must
+   * not come back before the optimizer's step). One in flight ends the walk. */
   for (int64_t distance = 1;; distance++) {
     const int64_t index = fsdp_order_next_backward(engine->order, distance);
     if (index < 0) return FSDP_OK;
@@ -54,8 +54,8 @@ static fsdp_status prefetch_backward(fsdp_engine *engine, fsdp_error *error) {
  * memory that activations could have. There, a unit prefetches the next one
  * when its own gradients are reduced. So backward holds the outermost unit and
  * either a unit's parameters and the gradients that it has, or its gradients
- * and their block. The root, where it comes first, prefetches as ever: the unit
- * that runs next.
+ * and their block. The root, if its backward comes first, prefetches early: the
+ * unit that runs next.
  * A unit that is read in place has no block that its gradients could follow
  * into. If its reductions need one (Note [Gradients in parts]), they go into it
  * one by one, instead of waiting beside it, but in the first unit, where

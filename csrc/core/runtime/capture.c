@@ -6,7 +6,7 @@
  * - blocks that a captured step used are pinned (Note [Pinned blocks] in
  *   arena.h);
  * - inside a capture no lane may wait for an event from outside it, nor later
- *   outside for one from inside. All lanes follow COMPUTE at its begin and are
+ *   outside for one from inside. All lanes follow COMPUTE at its start and are
  *   followed by it at its end. Between steps COMPUTE has followed every use of
  *   a block, so at both borders the free events of blocks are recorded anew, on
  *   COMPUTE;

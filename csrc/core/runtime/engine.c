@@ -7,8 +7,8 @@
 #include "base/arith.h"
 #include "runtime/engine_priv.h"
 
-/* How often a unit was added to an engine. Engines in turn over one group have
- * units of the same names and memory of their own. */
+/* How often a unit was added to an engine: it numbers units, because engines
+ * that take turns on one group have units of the same names in other memory. */
 static _Atomic int64_t g_num_added = 0;
 
 /* Engine ------------------------------------------------------------------ */

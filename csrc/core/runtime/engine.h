@@ -73,7 +73,7 @@ typedef struct fsdp_segment_options {
   int64_t spare_numel; /* elements of the block behind the gathered ones, for
                           show_params; 0: none */
   bool is_extended;    /* views->gather gathers its parameter, into memory
-                          that the port has; gradients are as ever */
+                          that the port has; gradients are as usual */
   int64_t part_numel;  /* elements of a part, if the unit has a part_group:
                           its ranks' parts are the segment, and some padding */
 } fsdp_segment_options;
@@ -100,9 +100,8 @@ typedef struct fsdp_segment_options {
  *   - Whoever needs the shards there (an optimizer's step, a state dict) hides
  *     the parameters first: fsdp_engine_show_kept(). Backward goes on with the
  *     block.
- *   - Gradients stay those of the shards, so that zero_grad() clears them. They
- *     are taken away before a whole one accumulates:
- * fsdp_unit_enter_backward().
+ *   - Gradients stay those of the shards, so that zero_grad() clears them.
+ *     fsdp_unit_enter_backward() removes them before a whole one accumulates.
  */
 
 /* What may change while a unit exists. */
@@ -176,7 +175,7 @@ typedef struct fsdp_engine_stats {
   int64_t partial_grad_nbytes; /* likewise of partial ones (FSDP_SYNC_SHARD) */
   int64_t scratch_nbytes;      /* of the scratch memory for reductions */
   int64_t num_iterations;      /* forwards of an outermost unit */
-  int64_t num_all_gathers;     /* unshards that communicated, all-time */
+  int64_t num_all_gathers;     /* launches of unshards and summons, all-time */
   int64_t num_reduces;         /* reductions issued, all-time */
   int64_t num_prefetches;      /* unshards issued ahead of their use */
 } fsdp_engine_stats;
@@ -219,8 +218,8 @@ void fsdp_unit_set_transports(fsdp_unit *unit, fsdp_transport *shard,
 void fsdp_engine_set_sync(fsdp_engine *engine, fsdp_sync sync);
 fsdp_sync fsdp_engine_get_sync(const fsdp_engine *engine);
 
-/* Checks before every unshard and reduction that all ranks of the group are
- * about to do the same; see Note [Checking the order]. Off at first. */
+/* Compares before every unshard and reduction what the ranks of the group are
+ * about to do; see Note [Checking the order]. Off at first. */
 void fsdp_engine_set_order_check(fsdp_engine *engine, bool is_on);
 
 /*
@@ -301,9 +300,9 @@ FSDP_NODISCARD fsdp_status fsdp_unit_reshard(fsdp_unit *unit,
  * that begins now would leave it so: the parameters have not changed since. */
 bool fsdp_unit_is_requested(fsdp_unit *unit);
 
-/* Shows the shards of units whose parameters a forward left shown, with what
- * the user wrote into those, or with `shows` those parameters again. Backward
- * goes on with them in any case. Nothing happens inside forward or backward. */
+/* Hides the parameters that a forward left shown: the user sees the shards,
+ * with what was written into the parameters. With `shows`: shows them again.
+ * Backward uses them either way. Nothing happens inside forward or backward. */
 FSDP_NODISCARD fsdp_status fsdp_engine_show_kept(fsdp_engine *engine,
                                                  bool shows, fsdp_error *error);
 /* Whether a forward left the unit's parameters shown. */
@@ -319,8 +318,9 @@ void fsdp_unit_drop_sharded_grads(fsdp_unit *unit);
  * pre_forward: unshards the unit (unless a prefetch did), makes the compute
  * lane wait for it, and prefetches the next one. A unit that enters while none
  * is running starts an iteration and is its root: its parameters stay
- * unsharded until its backward. `in_backward`: a recomputation by activation
- * checkpointing; the unit then stays unsharded until its own backward.
+ * unsharded until its backward, unless it has reshards_as_root. `in_backward`:
+ * a recomputation by activation checkpointing; the unit then stays unsharded
+ * until its own backward.
  */
 FSDP_NODISCARD fsdp_status fsdp_unit_pre_forward(fsdp_unit *unit,
                                                  bool in_backward,
@@ -357,8 +357,9 @@ FSDP_NODISCARD fsdp_status fsdp_unit_pre_backward(fsdp_unit *unit,
  * calls, of which fsdp_unit_inputs_ready() tells; then its reduction starts.
  *
  * Some parameters have no gradient that would tell when backward is done with
- * them (frozen ones, for example). Of a unit with one of those the inputs count
- * as `num_grads` instead. One that never comes keeps it to the end of backward.
+ * them (frozen ones, for example). For a unit with such a parameter, inputs are
+ * counted in `num_grads` instead. If one never comes, the unit is kept until
+ * the end of backward.
  *
  * Note [Where a unit is reduced]
  * All ranks must issue gathers and reductions in one order. Which parameters a
@@ -373,8 +374,8 @@ FSDP_NODISCARD fsdp_status fsdp_unit_grad_ready(fsdp_unit *unit,
                                                 const fsdp_grad *grad,
                                                 fsdp_error *error);
 
-/* One of the expected, without a gradient of its own. Nothing happens if none
- * is expected. */
+/* A call's inputs have their gradients: counts as one that is expected. Nothing
+ * happens if none is expected. */
 FSDP_NODISCARD fsdp_status fsdp_unit_inputs_ready(fsdp_unit *unit,
                                                   fsdp_error *error);
 
@@ -435,7 +436,7 @@ void fsdp_engine_reset(fsdp_engine *engine);
  * 5. release_capture once, when no replay runs or follows.
  *
  * FSDP_INVALID_STATE: the engine is in the middle of a step, or a unit cannot
- * be captured, or not now, or not replayed.
+ * be captured or replayed, at all or in the state that it is in.
  */
 FSDP_NODISCARD fsdp_status fsdp_engine_begin_capture(fsdp_engine *engine,
                                                      fsdp_error *error);

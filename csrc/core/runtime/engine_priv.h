@@ -1,10 +1,10 @@
 /*
  * What the runtime's files call of each other.
  *
- * A file calls only files below it:
+ * A file calls only files below it, except for getters in engine.h:
  *
  *   engine.c
- *   forward.c  backward.c  summon.c
+ *   forward.c  backward.c  summon.c  capture.c
  *   end_phase.c
  *   reduce.c  summoned.c  place.c  on_demand.c  prefetch.c
  *   reduce_unit.c
@@ -105,7 +105,7 @@ void fsdp_unit_priv_free_marks(fsdp_unit *unit);
 /* note.c: spans of the timeline. Nothing happens while none is recorded. */
 typedef struct fsdp_priv_span {
   int64_t begin_ns; /* 0: nothing is recorded */
-  int32_t mark;     /* of the device at its begin; -1: none */
+  int32_t mark;     /* of the device at its start; -1: none */
   fsdp_timeline_kind kind;
 } fsdp_priv_span;
 fsdp_priv_span fsdp_engine_priv_begin_span(const fsdp_engine *engine,
@@ -202,7 +202,7 @@ FSDP_NODISCARD fsdp_status fsdp_engine_priv_await_readers(fsdp_engine *engine,
 void fsdp_unit_priv_unshare(fsdp_unit *unit);
 
 /* unshard.c */
-/* SHARDED or REDUCING -> UNSHARDING. Nothing happens in other states. */
+/* SHARDED, PARTED or REDUCING -> UNSHARDING. Nothing happens in others. */
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_unshard(fsdp_unit *unit,
                                                   fsdp_error *error);
 /* The same at the user's request: into a block that the unit may keep. */
@@ -212,7 +212,7 @@ FSDP_NODISCARD fsdp_status fsdp_unit_priv_unshard_on_demand(fsdp_unit *unit,
  * without a block, or if the unit is UNSHARDED. */
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_wait_unshard(fsdp_unit *unit,
                                                        fsdp_error *error);
-/* Gives the block back: -> SHARDED. Nothing happens without one. */
+/* Gives the block, or the part, back: -> SHARDED. Does nothing without one. */
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_reshard(fsdp_unit *unit,
                                                   fsdp_error *error);
 /* After forward: UNSHARDED -> PARTED if the unit keeps a part for backward; the
@@ -222,7 +222,8 @@ FSDP_NODISCARD fsdp_status fsdp_unit_priv_part(fsdp_unit *unit,
 /* UNSHARDED -> HIDDEN: the unit keeps its block, for a backward or the next
  * micro-batch, but between forward and backward, and between steps, the user
  * sees the shards: parameters may be stepped, saved or changed there. Nothing
- * happens in other states, or to a resident unit. */
+ * happens in other states, or to a resident unit. A unit that is read in place
+ * is resharded instead. */
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_hide(fsdp_unit *unit,
                                                fsdp_error *error);
 /* UNSHARDED, at the end of a forward: its parameters stay shown, for the user
@@ -238,7 +239,7 @@ FSDP_NODISCARD fsdp_status fsdp_unit_priv_show_shapes(fsdp_unit *unit,
                                                       fsdp_error *error);
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_hide_shapes(fsdp_unit *unit,
                                                       fsdp_error *error);
-/* Unshards `engine->units[index]` ahead of its use, if it is SHARDED; an index
+/* Unshards `engine->units[index]` ahead of its use, if it is at rest; an index
  * below 0 is fine. */
 FSDP_NODISCARD fsdp_status fsdp_engine_priv_prefetch(fsdp_engine *engine,
                                                      int64_t index,

@@ -96,7 +96,7 @@ struct fsdp_unit {
   int64_t number;      /* engine.c: among all that ever came to an engine */
 
   int64_t num_segments;
-  fsdp_unit_segment *segments; /* and that of marks, behind them */
+  fsdp_unit_segment *segments; /* num_segments, then that of the marks */
   fsdp_segment marks_layout;   /* unused.c: of the segment of marks */
   void *marks;       /* unused.c: their sums in host memory; NULL: never read */
   bool reads_marks;  /* unused.c: the last reduction's are there, or will be */

@@ -2,7 +2,7 @@
  * Reduce: when a unit's complete gradient is reduced.
  *
  * Note [Order of reductions]
- * All ranks must issue their collectives in one order, also where units become
+ * All ranks must issue their collectives in one order, even where units become
  * ready in another, in spite of Note [Where a unit is reduced]. The order of
  * the last backward is recorded. In the next one a unit that stands in the
  * record waits until every unit before it that ran forward has been reduced; a

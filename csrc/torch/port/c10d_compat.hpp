@@ -10,7 +10,7 @@ namespace fsdp_torch {
 
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-// Three ProcessGroup methods were renamed in 2.13.
+// These ProcessGroup methods were renamed in 2.13.
 template <typename ProcessGroup>
 WorkPtr all_gather_base(ProcessGroup &group, at::Tensor &output,
                         at::Tensor &input) {

@@ -374,8 +374,8 @@ bool is_done(fsdp_transport *transport, fsdp_channel index, uint64_t ticket) {
   return true;
 }
 
-// Unlike that of other transports a call after a failure is made: a user's own
-// group may have recovered.
+// Unlike other transports this one still makes calls after a failure: a user's
+// own group may have recovered.
 fsdp_status check(fsdp_transport *transport, fsdp_error *error) {
   const C10dTransport &self = self_of(transport);
   if (self.failure.status != FSDP_OK && error != nullptr) *error = self.failure;

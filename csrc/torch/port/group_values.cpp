@@ -13,8 +13,8 @@
 namespace fsdp_torch {
 namespace {
 
-// Runs `body` on the lane of reductions, after and before what the current
-// stream has and will have.
+// Runs `body` on the lane of reductions, after what the current stream has now
+// and before what it gets later.
 template <typename Body>
 void between_compute(const Provider &provider, const Body &body) {
   if (!provider.has_streams()) {

@@ -11,7 +11,7 @@ Group &group_of(const fsdp_group *group) {
   return *static_cast<Group *>(group->handle);
 }
 
-// Lets the others know this process, once a collective has told that all came.
+// Reads who the others are, once a collective has shown that all came.
 void meet(Group &group) {
   if (group.has_met) return;
   group.has_met = true;

@@ -37,9 +37,9 @@ class PostMortem {
   static std::shared_ptr<PostMortem> of(
       const c10::intrusive_ptr<c10d::ProcessGroup> &process_group) noexcept;
 
-  // Reads who the others are, once, while the store can be asked. All ranks
-  // were introduced: a collective has come to its end. Returns within a second.
-  // Cannot fail.
+  // Reads who the others are (in large groups: who rank 0 is), once, while the
+  // store can be asked. All ranks were introduced: a collective has come to its
+  // end. Returns within a second. Cannot fail.
   void meet() noexcept;
 
   // Publishes why this rank left; the first reason stays until "" withdraws it.

@@ -46,8 +46,8 @@ std::string number_of(const std::string &operation) {
 }
 
 // The first number that is another operation on some rank, after one that was
-// the same on all; "" where there is none. Numbers mean nothing else where a
-// rank has reset its engine alone, or has several.
+// the same on all; "" where there is none. Without a common one, numbers cannot
+// be compared: a rank has reset its engine alone, or has several engines.
 std::string first_difference(const std::vector<std::string> &positions) {
   std::unordered_map<std::string, std::pair<std::string, size_t>> known;
   std::vector<std::string> order;

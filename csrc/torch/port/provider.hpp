@@ -29,7 +29,7 @@ struct Group : C10dGroup {
   // connected yet.
   std::shared_ptr<fsdp_transport> transport;
   std::shared_ptr<fsdp_transport> c10d;     // the one over c10d, once made
-  std::string why_c10d;                     // carries the collectives; else ""
+  std::string why_c10d;                     // why that one is used; else ""
   std::shared_ptr<PostMortem> post_mortem;  // null: a single rank
   bool has_met = false;                     // see PostMortem::meet
 };
@@ -143,8 +143,8 @@ class Provider {
   struct Marks;
   std::shared_ptr<Marks> marks_;  // null: no timeline
   bool has_streams_;
-  // By lane. COMPUTE is the current one; in its place stands that of the
-  // blocks.
+  // By lane. COMPUTE is the current stream; its entry holds that of the blocks
+  // (Note [Streams of blocks] in provider.cpp).
   std::vector<c10::Stream> streams_;
   std::array<HostLane, FSDP_NUM_LANES> host_lanes_;
   // A block of the arena, and the transports that know its memory.
