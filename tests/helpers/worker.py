@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import gc
 import importlib.util
 import inspect
@@ -32,7 +33,7 @@ from helpers.one_gpu import gpu_of_rank
 from helpers.seeds import seed_everything
 
 _PR_SET_PDEATHSIG = 1
-_MAX_GROUP_THREADS = 16
+_MAX_GROUP_THREADS = 8
 
 
 def _load(task: Task) -> types.ModuleType:
@@ -118,6 +119,20 @@ def _forget_meshes() -> None:
         module = importlib.import_module(name)
         if hasattr(module, function):  # not in every version
             getattr(module, function)()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torch.distributed.tensor"):
+            _clear_caches(module)
+
+
+def _clear_caches(module: types.ModuleType) -> None:
+    """Clear the lru_caches around a module's functions and its classes' methods."""
+    values = list(vars(module).values())
+    for value in values.copy():
+        if isinstance(value, type) and value.__module__ == module.__name__:
+            values += [getattr(m, "__func__", m) for m in vars(value).values()]
+    for value in values:
+        if type(value) is functools._lru_cache_wrapper:
+            value.cache_clear()
 
 
 def _leftovers(num_groups: int) -> list[str]:
