@@ -75,8 +75,8 @@ its memory ([how](../guide/faq.md#steps-on-a-cpu-vary-from-run-to-run)).
 
 ### On {num_more_ranks} ranks
 
-The same on {num_more_ranks} ranks. Where these are more than the cores, ranks that wait
-for each other also wait for a core.
+The same on {num_more_ranks} ranks, in {more_rounds} rounds. Where there are more ranks
+than cores, ranks that wait for each other also wait for a core.
 
 {more_ranks}
 
@@ -183,8 +183,10 @@ memory before and the result, on the rank that needs most.
 {tables}
 """
 
-# On more ranks: the two sizes in detail, of what is measured over all sizes.
+# On more ranks: the two sizes in detail, of what is measured over all sizes, in as
+# many rounds as the other sizes.
 MORE_RANKS = ["--ranks", "4", "--model", *train_step.IN_DETAIL]
+MORE_RANKS += ["--rounds", str(train_step.OVER_SIZE_ROUNDS)]
 MORE_RANKS += ["--only", *train_step.OVER_SIZE]
 
 FILES = (
@@ -277,6 +279,7 @@ def write_markdown(results: list[Json], path: Path) -> None:
         time=train_step.TIME,
         train_step=train_step.render_all(step, markdown=True),
         num_more_ranks=more["settings"]["ranks"],
+        more_rounds=more["settings"]["rounds"],
         more_ranks=train_step.render_all(more, markdown=True),
         over_size=train_step.render_over_size(step, markdown=True),
         rounds=step["settings"]["rounds"],
