@@ -109,7 +109,7 @@ fsdp_status fsdp_shm_priv_share(fsdp_transport *transport, const char *label,
                                 fsdp_error *error) {
   fsdp_shm *shm = (fsdp_shm *)transport;
   fsdp_status status = FSDP_OK;
-  bool can_all = true;
+  bool can_all = false;
   int created = -1;
   int opened = -1;
   notice mine = {.descriptor = -1};
@@ -124,8 +124,9 @@ fsdp_status fsdp_shm_priv_share(fsdp_transport *transport, const char *label,
                      shm->world_size);
   }
   fsdp_shared *self = region.data == NULL ? NULL : create(shm, label, nbytes);
-  if (self != NULL) mine.nbytes = self->closed_nbytes + self->nbytes;
-  if (self != NULL && shm->rank == 0 &&
+  can_all = self != NULL;
+  if (can_all) mine.nbytes = self->closed_nbytes + self->nbytes;
+  if (can_all && shm->rank == 0 &&
       fsdp_shm_priv_file_create("fsdp_c_shards", mine.nbytes, 1, &created,
                                 NULL) == FSDP_OK) {
     mine.descriptor = created;
