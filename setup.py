@@ -190,7 +190,8 @@ for folder in (sysconfig.get_path("include"), *cpp_extension.include_paths()):
 # In python METH_KEYWORDS needs the cast.
 ROOM_FLAGS = {
     "core": [],
-    "host": ["-ffp-contract=off", *([] if DEBUG else ["-O3"])],
+    # Without optimisation the intrinsics are macros, whose masks are ints.
+    "host": ["-ffp-contract=off", "-Wno-sign-conversion" if DEBUG else "-O3"],
     "nccl": ["-D_GNU_SOURCE"],
     "python": ["-isystem", sysconfig.get_path("include"), "-Wno-cast-function-type"],
     "shm": ["-D_GNU_SOURCE"],
