@@ -33,7 +33,7 @@ from fsdp_c.bench._report import smallest
 
 Json = dict[str, Any]
 
-WORKER_TIMEOUT_S = 300.0
+WORKER_TIMEOUT_S = 200.0
 QUIET = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 TIMED_HEADERS = ["median", "spread"]  # after the one that names the figure
 LOSS_TOLERANCE = 1e-3  # all that communicate must have trained the same model
@@ -185,8 +185,9 @@ def starting_workers(
     """Have what runs one implementation in fresh processes, on several threads.
 
     It takes the script with its arguments (``--worker-folder`` is added) and the number
-    of ranks, and returns rank 0's result. It raises RuntimeError if a rank failed or
-    took too long; the message ends with its output.
+    of ranks, and returns rank 0's result. It raises RuntimeError if a rank failed; the
+    message ends with its output. What takes too long is run once more: in one of some
+    hundred runs a rank of torch's DDP does not end, after its work.
 
     Args:
         num_at_once: Runs at the same time.
@@ -196,10 +197,12 @@ def starting_workers(
 
         def run(words: Sequence[str], num_ranks: int) -> Json:
             one = free.get()
+            words = [*words, "--worker-folder"]
             try:
-                return one.run(
-                    [*words, "--worker-folder"], num_ranks, timeout_s=WORKER_TIMEOUT_S
-                )
+                return one.run(words, num_ranks, timeout_s=WORKER_TIMEOUT_S)
+            except TimeoutError as error:
+                print(f"{error}\nIt runs once more.", file=sys.stderr)
+                return one.run(words, num_ranks, timeout_s=WORKER_TIMEOUT_S)
             finally:
                 free.put(one)
 

@@ -8,6 +8,7 @@ a process starts (LD_PRELOAD, OMP_NUM_THREADS) is given to the zygote.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib
 import json
 import os
@@ -25,6 +26,7 @@ from typing import Any, NoReturn
 
 _TAIL_CHARS = 4000
 _POLL_S = 0.02
+_STACKS_S = 2.0  # from the signal that asks a late rank for its stacks to its end
 # Imported late by what the ranks call.
 _PRELOADED = ("torch._dynamo",)
 
@@ -54,7 +56,9 @@ class Zygote:
             timeout_s: How long they may take.
 
         Raises:
-            RuntimeError: A rank failed or was late; the message ends with its output.
+            TimeoutError: A rank was late; the message ends with its output, and with
+                the stacks of all its threads.
+            RuntimeError: A rank failed; the message ends with its output.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -73,7 +77,8 @@ class Zygote:
             failed = json.loads(reply)
             if failed is not None:
                 log = _log(Path(text), failed["rank"])
-                raise RuntimeError(
+                error = TimeoutError if failed["is_late"] else RuntimeError
+                raise error(
                     f"rank {failed['rank']} of {' '.join(words)} {failed['how']}:\n"
                     + log.read_text(errors="replace")[-_TAIL_CHARS:]
                 )
@@ -139,6 +144,7 @@ def _be_rank(request: Mapping[str, Any], rank: int) -> NoReturn:
         os.dup2(null.fileno(), 0)
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # to stderr: the log
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(request["num_ranks"]))
     sys.argv = request["words"]
     code = 1
@@ -159,7 +165,7 @@ def _wait(pids: Sequence[int], timeout_s: float) -> dict[str, Any] | None:
     deadline = time.monotonic() + timeout_s
     parent = os.getppid()
     running = dict(enumerate(pids))
-    failed = None
+    failed: dict[str, Any] | None = None
     while running and failed is None:
         for rank, pid in list(running.items()):
             ended, status = os.waitpid(pid, os.WNOHANG)
@@ -168,11 +174,15 @@ def _wait(pids: Sequence[int], timeout_s: float) -> dict[str, Any] | None:
             del running[rank]
             if status != 0 and failed is None:
                 code = os.waitstatus_to_exitcode(status)
-                failed = {"rank": rank, "how": f"ended with {code}"}
+                failed = {"rank": rank, "how": f"ended with {code}", "is_late": False}
         if running and failed is None and time.monotonic() > deadline:
-            failed = {"rank": min(running), "how": f"took over {timeout_s:g} s"}
+            how = f"took over {timeout_s:g} s"
+            failed = {"rank": min(running), "how": how, "is_late": True}
+            for pid in running.values():
+                os.kill(pid, signal.SIGUSR1)
+            time.sleep(_STACKS_S)
         if running and os.getppid() != parent:  # nobody waits any more
-            failed = {"rank": min(running), "how": "was ended"}
+            failed = {"rank": min(running), "how": "was ended", "is_late": False}
         time.sleep(_POLL_S)
     for pid in running.values():
         os.kill(pid, signal.SIGKILL)
