@@ -190,7 +190,7 @@ typedef struct fsdp_transport_ops {
 
   /* The first failure so far, of any rank that this one knows of; FSDP_OK if
    * there was none. Cheap, does not wait. After a failure every call returns
-   * it again. */
+   * it again, except over c10d, which still makes them. */
   fsdp_status (*check)(fsdp_transport *transport, fsdp_error *error);
 
   /* Bytes of memory that it has reserved for itself. NULL: none that it knows
