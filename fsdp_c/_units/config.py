@@ -80,8 +80,7 @@ class Config:
     @property
     def keeps_params(self) -> bool:
         """Whether parameters are whole between forward and backward."""
-        strategy = self.sharding_strategy
-        return strategy not in (*RESHARDING, ShardingStrategy.NO_SHARD)
+        return self.sharding_strategy not in RESHARDING
 
     def make_unit(
         self,
@@ -93,7 +92,7 @@ class Config:
     ) -> _native.Unit:
         """Return a unit of ``params``; ``is_parallel``: some stand for DTensors."""
         precision = self.mixed_precision
-        reshards = self.sharding_strategy in RESHARDING
+        reshards = not self.keeps_params
         shard_group = self.groups.shard_group
         # As in FSDP1, a rank that holds everything shows its own parameters after
         # forward, unless forward used DTensors in their place.
