@@ -16,6 +16,7 @@ from torch._C._dynamo.eval_frame import (
     _FrameExecStrategy,
     set_code_exec_strategy,
 )
+from torch.autograd import Variable
 from torch.autograd.grad_mode import (
     _unsafe_preserve_version_counter as preserved_version,
 )
@@ -88,6 +89,24 @@ def _interpreted(function: F, callees: _FrameAction) -> F:
     marked._torchdynamo_disable = True
     marked._torchdynamo_disable_msg = "fsdp_c gathers parameters and hooks tensors"
     return function
+
+
+def watch_backward(watch: Callable[[bool], object]) -> None:
+    """Call ``watch(True)`` before every call of autograd's engine, ``watch(False)`` after.
+
+    Calls inside a backward count, too.
+    """
+    engine_class: Any = type(Variable._execution_engine)
+
+    class WatchedEngine(engine_class):  # type: ignore[misc]
+        def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+            watch(True)
+            try:
+                return super().run_backward(*args, **kwargs)
+            finally:
+                watch(False)
+
+    Variable._execution_engine = WatchedEngine()
 
 
 def run_policy(

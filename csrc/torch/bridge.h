@@ -443,6 +443,11 @@ FSDP_NODISCARD fsdp_status fsdp_torch_engine_run_capture_stage(
     fsdp_torch_engine *engine, fsdp_torch_capture_stage stage,
     fsdp_error *error);
 
+/* What all engines do before (`begins`) and after a call of autograd's engine.
+ * GIL not held. may block */
+FSDP_NODISCARD fsdp_status fsdp_torch_around_backward(bool begins,
+                                                      fsdp_error *error);
+
 /* Drops what an unfinished step left (see fsdp_engine_reset), and registers the
  * sharded parameters. GIL not held. may block */
 void fsdp_torch_engine_reset(fsdp_torch_engine *engine) FSDP_NOEXCEPT;

@@ -212,8 +212,10 @@ fsdp_status fsdp_torch_engine_create(fsdp_torch_unit *const *units,
       self->has_faces = self->has_faces || unit.face.context != nullptr;
       self->units.push_back(&unit);
     }
-    if (status == FSDP_OK) *engine = new fsdp_torch_engine{self};
-    return status;
+    if (status != FSDP_OK) return status;
+    fsdp_torch::note_engine(self);
+    *engine = new fsdp_torch_engine{self};
+    return FSDP_OK;
   };
 }
 

@@ -22,6 +22,7 @@ void Engine::recover() {
   if (offload) offload->end_backward();
   for (Unit *unit : units) {
     unit->graph_task = -1;
+    unit->num_awaited = std::make_shared<int64_t>(0);
     unit->custom_pieces.clear();
     for (Segment &segment : unit->segments) segment.earlier_grad.reset();
   }

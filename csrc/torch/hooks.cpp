@@ -182,11 +182,15 @@ void run_pre_backward(Unit &unit) {
                    begin_ns);
 }
 
+}  // namespace
+
 // One forward call of a unit. Its outputs share it, so that the first gradient
 // of a backward starts the unit's backward and later ones do nothing.
 struct ForwardCall {
   std::shared_ptr<Unit> unit;  // the graph keeps the unit alive
   int graph_task = -1;
+  // What the call counts in, until a backward reaches it; null: nothing.
+  std::shared_ptr<int64_t> num_awaited;
 
   // `node` made the output whose gradient has come. The output may be an input
   // of the next unit in forward. That unit is told first, so that it reshards
@@ -195,10 +199,27 @@ struct ForwardCall {
     const int current = torch::autograd::get_current_graph_task_id();
     if (graph_task == current) return;
     graph_task = current;
+    if (const auto counted = std::exchange(num_awaited, nullptr)) --*counted;
     receive_input(*unit->engine, node);
     run_pre_backward(*unit);
   }
 };
+
+namespace {
+
+// That of the forward which runs now.
+std::shared_ptr<ForwardCall> forward_call_of(const std::shared_ptr<Unit> &unit) {
+  std::shared_ptr<ForwardCall> call = unit->forward_call.lock();
+  if (call) return call;
+  call = std::make_shared<ForwardCall>();
+  call->unit = unit;
+  unit->forward_call = call;
+  if (unit->engine && !fsdp_engine_in_backward(unit->engine->core)) {
+    call->num_awaited = unit->num_awaited;
+    ++*call->num_awaited;
+  }
+  return call;
+}
 
 // Runs before the node that made an output.
 class OutputHook : public torch::autograd::FunctionPreHook {
@@ -228,9 +249,9 @@ void hook_tensor(const at::Tensor &tensor,
       [call](const at::Tensor & /*grad*/) { call->on_grad(nullptr); });
 }
 
-// Runs before AccumulateGrad of a parameter that forward leaves shown. The user
-// may use it there, so that its gradient comes before the unit's own backward
-// has taken the earlier one away, which has another shape.
+// Runs before AccumulateGrad of a parameter that may be whole before its unit's
+// own backward. The user may use it there, so that its gradient comes before
+// the unit has taken the earlier one away, which has another shape.
 class EarlyGradHook : public torch::autograd::FunctionPreHook {
  public:
   EarlyGradHook(std::shared_ptr<UnitHandle> handle, size_t index)
@@ -378,7 +399,8 @@ void hook_accumulators(Unit &unit) {
     param.accumulator = torch::autograd::impl::grad_accumulator(param.leaf());
     param.hook = param.accumulator->add_post_hook(
         std::make_unique<GradHook>(unit.handle, i));
-    if (unit.settings.shows_kept && unit.use_orig_params && !unit.is_by_rows) {
+    if ((unit.settings.shows_kept || unit.ran_as_root) &&
+        unit.use_orig_params && !unit.is_by_rows) {
       param.accumulator->add_pre_hook(
           std::make_unique<EarlyGradHook>(unit.handle, i));
     }
@@ -437,8 +459,7 @@ fsdp_status fsdp_torch_unit_hook_output(fsdp_torch_unit *unit, PyObject *tensor,
       *is_hooked = false;
       return FSDP_OK;
     }
-    auto call = std::make_shared<fsdp_torch::ForwardCall>();
-    call->unit = unit->self;
+    const auto call = fsdp_torch::forward_call_of(unit->self);
     fsdp_torch::hook_tensor(output, call);
     // An in-place operation on a view gives it a new node and drops its hook;
     // the node of its base stays in the graph.

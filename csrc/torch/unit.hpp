@@ -34,6 +34,7 @@ namespace fsdp_torch {
 class Offload;
 struct Unit;
 struct InputCall;
+struct ForwardCall;
 struct Follower;
 
 // One engine with its provider and its lock. Units share it.
@@ -240,6 +241,10 @@ struct Unit : std::enable_shared_from_this<Unit> {
   std::shared_ptr<Engine> engine;
   std::shared_ptr<UnitHandle> handle;
   int graph_task = -1;  // in which the expected gradients were counted
+  // hooks.cpp: the newest; and how many of them no backward has reached, in
+  // this life of the engine. Note [What a backward needs] in unit_grads.cpp
+  std::weak_ptr<ForwardCall> forward_call;
+  std::shared_ptr<int64_t> num_awaited = std::make_shared<int64_t>(0);
   std::shared_ptr<ReduceHook> reduce_hook;  // null: none
   std::shared_ptr<CustomCalls> custom;      // likewise
   CustomPieces custom_pieces;
@@ -304,7 +309,8 @@ void show_hidden_grads(Unit &unit);
 // Makes parameters require grad where their flat parameter does, on which the
 // user sets it with use_orig_params=False.
 void show_requires_grad(Unit &unit);
-// The same, and tells the core which segments have such parameters now.
+// The same, and tells the core which segments a backward will need. In a
+// forward.
 void follow_requires_grad(Unit &unit);
 // Makes `tensor` the unit's parameter in the place of the one before: its value
 // goes into the shard, its memory away.
@@ -397,6 +403,9 @@ void note_followers(Unit &unit);
 // Runs what follows the reductions that were issued. Not with the engine's
 // lock: it runs Python.
 void follow_reductions(Engine &engine);
+
+// backward_calls.cpp: see Note [Before a backward]. Not for those that end.
+void note_engine(const std::shared_ptr<Engine> &engine);
 
 // hooks.cpp
 // Makes the grad accumulators of trainable parameters and hooks them; the

@@ -79,9 +79,9 @@ fsdp_status fsdp_torch_unit_pre_forward(fsdp_torch_unit *unit,
     const fsdp_torch::EngineCall call(*self.engine);
     self.engine->recover();
     const bool in_backward = is_recomputation(*self.engine);
+    self.forward_call.reset();
     if (!in_backward) {
       self.ran_as_root = !fsdp_engine_in_forward(self.engine->core);
-      // Reentrant checkpointing runs forward without gradients, too.
       fsdp_torch::follow_requires_grad(self);
       if (c10::GradMode::is_enabled()) fsdp_torch::note_followers(self);
     }

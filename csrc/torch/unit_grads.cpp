@@ -1,6 +1,7 @@
 // Gradients: what the user sees on the parameters, and what happens when the
 // user sets or clears them.
 #include <ATen/core/Tensor.h>
+#include <c10/core/GradMode.h>
 
 #include <algorithm>
 
@@ -410,6 +411,7 @@ void show_hidden_grads(Unit &unit) {
 }
 
 void show_requires_grad(Unit &unit) {
+  if (unit.use_orig_params && !unit.is_by_rows) return;  // the user's own
   for (Param &param : unit.params) {
     const at::Tensor &shown = unit.is_by_rows
                                   ? param.sharded_param.param
@@ -422,8 +424,21 @@ void show_requires_grad(Unit &unit) {
   }
 }
 
+// Note [What a backward needs]
+// All ranks must reduce the same segments, whatever gradients each of them has:
+// those with a parameter that some forward of this backward wanted a gradient
+// of. So a forward adds the segments whose parameters require grad now. It
+// drops the others, which are frozen, only if it has a backward itself, and no
+// earlier forward still waits for one: with adapters, a reference model's
+// outputs are computed between the policy's forward and backward, with the
+// adapters frozen and without gradients. A forward that never gets a backward
+// keeps the unit's segments, whose reductions are zeros then: that is slower,
+// but not wrong. The counts are equal on all ranks; whether a graph still
+// exists would not be. Reentrant checkpointing runs forward without gradients,
+// too, before the one that counts.
 void follow_requires_grad(Unit &unit) {
   show_requires_grad(unit);
+  const bool may_drop = c10::GradMode::is_enabled() && *unit.num_awaited == 0;
   for (Segment &segment : unit.segments) segment.wants_grad = false;
   for (Param &param : unit.params) {
     Segment &segment = segment_of(unit, param);
@@ -432,6 +447,7 @@ void follow_requires_grad(Unit &unit) {
   for (const Segment &segment : unit.segments) {
     const auto index = static_cast<int64_t>(index_of(unit, segment));
     if (segment.wants_grad == is_trainable(unit, segment)) continue;
+    if (!segment.wants_grad && !may_drop) continue;
     FSDP_LOCAL_ERROR(error);
     if (fsdp_unit_set_trainable(unit.core, index, segment.wants_grad, &error) !=
         FSDP_OK) {

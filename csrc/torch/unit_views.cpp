@@ -177,6 +177,20 @@ void hide_flat_params(Unit &unit) {
   }
 }
 
+void show_shards(Unit &unit) {
+  for (Param &param : unit.params) show(param, param.sharded);
+  hide_flat_params(unit);
+}
+
+void empty_storages(Unit &unit) {
+  for (Segment &segment : unit.segments) {
+    detach(unit, *segment.unsharded);
+    detach(unit, *segment.full);
+    if (segment.full_on_host) detach(unit, *segment.full_on_host);
+    if (segment.part) detach(unit, *segment.part);
+  }
+}
+
 // The port --------------------------------------------------------------------
 
 fsdp_status show_params(void * /*context*/, void *owner, fsdp_view view,
@@ -184,7 +198,8 @@ fsdp_status show_params(void * /*context*/, void *owner, fsdp_view view,
   GUARDED(error) {
     Unit &unit = unit_of(owner);
     if (view == FSDP_VIEW_SHARDED) {
-      show_sharded(unit);
+      show_shards(unit);
+      if (data == nullptr) empty_storages(unit);
       return FSDP_OK;
     }
     if (view == FSDP_VIEW_PART) {
@@ -216,6 +231,10 @@ fsdp_status show_params(void * /*context*/, void *owner, fsdp_view view,
     if (view != FSDP_VIEW_UNSHARDED) show_flat_params(unit, view);
     return FSDP_OK;
   };
+}
+
+void empty_params(void * /*context*/, void *owner) {
+  empty_storages(unit_of(owner));
 }
 
 fsdp_status take_params(void * /*context*/, void *owner, fsdp_view view,
@@ -343,6 +362,7 @@ void replace_param(Unit &unit, size_t index, const at::Tensor &tensor) {
 
 void add_view_ops(fsdp_view_ops *ops) {
   ops->show_params = show_params;
+  ops->empty_params = empty_params;
   ops->take_params = take_params;
   ops->mark_params = mark_params;
   ops->take_writes = take_writes;
@@ -389,14 +409,8 @@ void make_views(Unit &unit) {
 }
 
 void show_sharded(Unit &unit) {
-  for (Param &param : unit.params) show(param, param.sharded);
-  hide_flat_params(unit);
-  for (Segment &segment : unit.segments) {
-    detach(unit, *segment.unsharded);
-    detach(unit, *segment.full);
-    if (segment.full_on_host) detach(unit, *segment.full_on_host);
-    if (segment.part) detach(unit, *segment.part);
-  }
+  show_shards(unit);
+  empty_storages(unit);
 }
 
 }  // namespace fsdp_torch

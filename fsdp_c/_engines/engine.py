@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fsdp_c import _native
 from fsdp_c._engines.optimizer_in_backward import adopt_in_backward_optimizers, unit_of
 from fsdp_c._engines.order_warning import watch_order
-from fsdp_c._torch_compat import interpreted_with_callees
+from fsdp_c._torch_compat import interpreted_with_callees, watch_backward
 from fsdp_c._units.base import Running, ShardedModule, sharded_modules
 
 # Called with the root of every engine that is made.
@@ -40,6 +40,12 @@ _keeping: WeakSet[ShardedModule] = WeakSet()
 @functools.cache
 def _hook_optimizers() -> None:
     register_optimizer_step_pre_hook(_show_shards)
+
+
+@functools.cache
+def watch_backwards() -> None:
+    """Tell the engines of a call of autograd's; see csrc/torch/backward_calls.cpp."""
+    watch_backward(_native.around_backward)
 
 
 def _show_shards(*_: Any) -> None:
@@ -61,6 +67,7 @@ def ensure_engine(module: ShardedModule) -> _native.Engine:
             each._sharded.originals.check()
             adopt_in_backward_optimizers(unit_of(each))
         engine = _native.Engine([each._sharded.unit for each in modules])
+        watch_backwards()
         is_debugging = c10d.get_debug_level() != c10d.DebugLevel.OFF  # INFO or DETAIL
         engine.check_order(is_debugging)
         if is_debugging:

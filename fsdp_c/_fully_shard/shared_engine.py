@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
 from fsdp_c import _native
-from fsdp_c._engines.engine import engine_listeners
+from fsdp_c._engines.engine import engine_listeners, watch_backwards
 from fsdp_c._engines.optimizer_in_backward import adopt_in_backward_optimizers
 from fsdp_c._fully_shard.group import Group, SharedEngine, groups_in, groups_of
 from fsdp_c._fully_shard.several import end_runs
@@ -39,6 +39,7 @@ def ensure_engine(module: nn.Module) -> None:
     for unit in units:
         unit.reshard()  # the old engine has the memory
     engine = _native.Engine(units)
+    watch_backwards()
     engine.check_order(c10d.get_debug_level() != c10d.DebugLevel.OFF)
     refs = {each: weakref.ref(each) for each in groups}
     several = [ref for each, ref in refs.items() if len(each.modules) > 1]

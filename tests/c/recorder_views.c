@@ -7,9 +7,15 @@ enum { GRAD_SHARD_NBYTES = 4096 };
 
 static fsdp_status show_params(void *context, void *owner, fsdp_view view,
                                void *const *segments, fsdp_error *error) {
-  (void)segments;
+  if (view == FSDP_VIEW_SHARDED && segments != NULL) { /* beside its block */
+    return recorder_priv_begin(context, FSDP_BACKEND, error, "hide %O", owner);
+  }
   return recorder_priv_begin(context, FSDP_BACKEND, error, "show %O %V", owner,
                              view);
+}
+
+static void empty_params(void *context, void *owner) {
+  recorder_priv_write_line(context, "empty %O", owner);
 }
 
 static fsdp_status take_params(void *context, void *owner, fsdp_view view,
@@ -197,6 +203,7 @@ fsdp_view_ops recorder_priv_view_ops(recorder *self) {
       .custom_add = custom_add,
       .custom_run = custom_run,
       .show_params = show_params,
+      .empty_params = empty_params,
       .take_params = take_params,
       .mark_params = mark_params,
       .take_writes = take_writes,

@@ -107,3 +107,35 @@ TEST(test_root_may_reshard) {
   fsdp_unit_destroy(other);
   PLAY("end");
 }
+
+/* Autograd's graph may reach the root's parameters before its output. */
+TEST(test_root_is_shown_before_backward) {
+  model_start_tree(&m, NULL, 1);
+  CHECK(!fsdp_engine_keeps_root(m.engine));
+  PLAY("forward; view root sharded; state root HIDDEN");
+  CHECK(fsdp_engine_keeps_root(m.engine));
+  PLAY("clear");
+  CHECK_OK(fsdp_engine_show_root(m.engine, true, NULL));
+  PLAY("view root unsharded; view a sharded");
+  CHECK_OK(fsdp_engine_show_root(m.engine, false, NULL)); /* not its backward */
+  CHECK_SCHEDULE("show root unsharded; hide root");
+  PLAY("state root HIDDEN");
+  CHECK_OK(fsdp_engine_show_root(m.engine, true, NULL));
+  PLAY("clear; backward");
+  CHECK_TAPE_LACKS("show root unsharded"); /* it was */
+  CHECK(!fsdp_engine_keeps_root(m.engine));
+  CHECK_OK(fsdp_engine_show_root(m.engine, false, NULL));
+  PLAY("check_grads; check_idle; enter root");
+  CHECK(!fsdp_engine_keeps_root(m.engine)); /* inside forward */
+  PLAY("leave root; end");
+}
+
+/* The block of hidden parameters goes with what autograd saved of them. */
+TEST(test_hidden_parameters_are_emptied) {
+  model_options options = {.keeps_after_forward = true};
+  model_start_tree(&m, &options, 1);
+  PLAY("forward; clear; enter root"); /* the backward is dropped */
+  CHECK_TAPE_HAS("empty root;");
+  CHECK_TAPE_HAS("empty a;");
+  PLAY("enter a; leave a; leave root; backward; end");
+}

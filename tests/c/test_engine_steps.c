@@ -12,7 +12,7 @@ TEST(test_full_shard) {
       "wait unshard e1; take_params root sharded; event e7; alloc 32; "
       "group_begin unshard g0; all_gather unshard g0 4 f32; "
       "group_end unshard g0; record e6 unshard; wait compute e6; "
-      "show root unsharded; show root sharded; mark_params root; "
+      "show root unsharded; hide root; mark_params root; "
       "take_grads root; wait compute e6; show root unsharded; event e8; "
       "alloc 32; pack compute f32 x1 8@0; release t1; show root sharded; "
       "record e7 compute; grad_shard root 0; record e1 compute; "
@@ -82,7 +82,7 @@ TEST(test_casts) {
       "alloc 32 b1; cast unshard 8 f32->bf16 b1+16 <- shard; "
       "group_begin unshard g0; all_gather unshard g0 8 bf16 b1 <- b1+16; "
       "group_end unshard g0; record e6 unshard; wait compute e6; "
-      "show u unsharded; show u sharded; mark_params u; take_grads u; "
+      "show u unsharded; hide u; mark_params u; take_grads u; "
       "wait compute e6; show u unsharded; event e8; alloc 64 b2; "
       "pack compute f32 x0.5 16@0 b2; release t1; show u sharded; "
       "record e7 compute; grad_shard u 0; record e1 compute; wait reduce e1; "
@@ -104,7 +104,7 @@ TEST(test_one_rank_with_casts) {
   CHECK_TAPE(
       "record e1 compute; wait unshard e1; take_params u sharded; event e7; "
       "alloc 16; cast unshard 8 f32->bf16; record e6 unshard; "
-      "wait compute e6; show u unsharded; show u sharded; mark_params u; "
+      "wait compute e6; show u unsharded; hide u; mark_params u; "
       "take_grads u; wait compute e6; show u unsharded; event e8; alloc 16; "
       "pack compute bf16 x1 8@0; release t1; show u sharded; "
       "record e7 compute; grad_shard u 0; record e1 compute; wait reduce e1; "
@@ -126,7 +126,7 @@ TEST(test_mixed_segments) {
       "group_begin unshard g0; all_gather unshard g0 8 f32; "
       "all_gather unshard g0 4 f32; all_gather unshard g0 8 bf16; "
       "all_gather unshard g0 16 u8; group_end unshard g0; record e6 unshard; "
-      "wait compute e6; show u unsharded; show u sharded; mark_params u");
+      "wait compute e6; show u unsharded; hide u; mark_params u");
   PLAY("clear; backward");
   CHECK_TAPE(
       "take_grads u; wait compute e6; show u unsharded; event e8; alloc 288; "

@@ -432,6 +432,10 @@ static fsdp_status show_params(void *context, void *owner, fsdp_view view,
   return FSDP_OK;
 }
 
+static void empty_params(void *context, void *owner) {
+  (void)context, (void)owner;
+}
+
 static fsdp_status take_params(void *context, void *owner, fsdp_view view,
                                void *const *segments, bool *any_copied,
                                fsdp_error *error) {
@@ -590,6 +594,7 @@ fsdp_view_ops fsdp_counting_device_views(fsdp_counting_device *device) {
   return (fsdp_view_ops){
       .context = device,
       .show_params = show_params,
+      .empty_params = empty_params,
       .take_params = take_params,
       .mark_params = mark_params,
       .take_writes = take_writes,

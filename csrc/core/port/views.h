@@ -41,14 +41,18 @@ typedef struct fsdp_view_ops {
   void *context; /* first argument of every call */
 
   /* Parameters.
-   * show_params points the unit's parameters at `view`. For SHARDED `segments`
-   * is NULL and the unsharded storages are emptied; for the others
+   * show_params points the unit's parameters at `view`. For SHARDED with NULL
+   * the unsharded storages are emptied, with `segments` they keep their memory:
+   * what autograd saved of them stays valid. For the other views
    * `segments[i]` is the memory of segment i, padded_numel elements long;
    * UNSHARDED with NULL gives them its shapes, but no memory. PART
    * follows UNSHARDED: it copies this rank's part of segment i, part_numel
    * elements of compute dtype, into `segments[i]` first, on COMPUTE. */
   fsdp_status (*show_params)(void *context, void *owner, fsdp_view view,
                              void *const *segments, fsdp_error *error);
+  /* Empties the unsharded storages: reading what was saved of them is an error
+   * from now on. Of parameters that are views of SHARDED. Cannot fail. */
+  void (*empty_params)(void *context, void *owner);
   /* Looks for parameters whose memory the user replaced (`param.data = ...`)
    * while they were views of `view` (SHARDED or one of the FULL; `segments` as
    * above), and copies their values in, on COMPUTE. The usual case, nothing

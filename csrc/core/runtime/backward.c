@@ -1,4 +1,6 @@
 /* Backward: from the first output's gradient to the end of backward. */
+#include <inttypes.h>
+
 #include "runtime/engine_priv.h"
 
 static void open_backward(fsdp_engine *engine) {
@@ -187,6 +189,20 @@ done:
   return status;
 }
 
+/* Other ranks do not reduce a segment that is frozen here. */
+static fsdp_status check_is_trainable(const fsdp_unit *unit, int64_t param,
+                                      fsdp_error *error) {
+  const int64_t segment =
+      fsdp_flat_layout_slot(unit->options.layout, param)->segment;
+  if (unit->segments[segment].is_trainable) return FSDP_OK;
+  return FSDP_FAIL(error, FSDP_INVALID_STATE,
+                   "unit '%s': parameter %" PRId64
+                   " got a gradient, but it and all parameters of its kind "
+                   "were frozen in the unit's last forward; set requires_grad "
+                   "before the forward whose backward needs the gradient",
+                   unit->name, param);
+}
+
 fsdp_status fsdp_unit_grad_ready(fsdp_unit *unit, const fsdp_grad *grad,
                                  fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
@@ -195,6 +211,7 @@ fsdp_status fsdp_unit_grad_ready(fsdp_unit *unit, const fsdp_grad *grad,
   bool is_taken = false;
 
   FSDP_TRY(fsdp_unit_priv_check(unit, &local));
+  FSDP_TRY(check_is_trainable(unit, grad->param, &local));
   FSDP_TRY(enter_backward(unit, &local));
   is_taken = true;
   if (packs_early(unit)) FSDP_TRY(fsdp_unit_priv_open_grads(unit, &local));

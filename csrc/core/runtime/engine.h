@@ -305,6 +305,14 @@ bool fsdp_unit_is_requested(fsdp_unit *unit);
  * Backward uses them either way. Nothing happens inside forward or backward. */
 FSDP_NODISCARD fsdp_status fsdp_engine_show_kept(fsdp_engine *engine,
                                                  bool shows, fsdp_error *error);
+/* Around a call of autograd. Before it, `shows`: shows the parameters of the
+ * outermost unit where they are kept for backward, but hidden: its graph may
+ * reach them before it reaches the unit's output. After it: hides them, if they
+ * are still kept. Nothing happens inside forward or backward. */
+FSDP_NODISCARD fsdp_status fsdp_engine_show_root(fsdp_engine *engine,
+                                                 bool shows, fsdp_error *error);
+/* Whether that has anything to show, or to hide. */
+bool fsdp_engine_keeps_root(const fsdp_engine *engine);
 /* Whether a forward left the unit's parameters shown. */
 bool fsdp_unit_is_left_shown(const fsdp_unit *unit);
 /* Whether it did of some unit, and backward has not begun. */

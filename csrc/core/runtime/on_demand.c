@@ -1,4 +1,5 @@
-/* Unsharding at the user's request, apart from the unit's own forward. */
+/* Unsharding and showing parameters apart from the unit's own forward: at the
+ * user's request, and before a backward. */
 #include "runtime/engine_priv.h"
 
 static fsdp_status check_on_demand(const fsdp_unit *unit, fsdp_error *error) {
@@ -71,4 +72,46 @@ done:
 
 bool fsdp_unit_is_requested(fsdp_unit *unit) {
   return unit->engine != NULL && fsdp_unit_priv_is_pinned(unit);
+}
+
+fsdp_status fsdp_engine_show_kept(fsdp_engine *engine, bool shows,
+                                  fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  if (engine->depth > 0 || engine->in_backward) return FSDP_OK;
+  engine->shows_kept = false;
+  for (size_t i = 0; i < engine->num_units; i++) {
+    fsdp_unit *unit = engine->units[i];
+    if (!shows && unit->is_left_shown) {
+      FSDP_TRY(fsdp_unit_priv_hide(unit, error));
+    } else if (shows && unit->options.shows_kept &&
+               unit->state == FSDP_UNIT_HIDDEN) {
+      FSDP_TRY(fsdp_unit_priv_wait_unshard(unit, error));
+      fsdp_unit_priv_leave_shown(unit);
+    }
+  }
+done:
+  return status;
+}
+
+bool fsdp_unit_is_left_shown(const fsdp_unit *unit) {
+  return unit->is_left_shown;
+}
+
+bool fsdp_engine_shows_kept(const fsdp_engine *engine) {
+  return engine->shows_kept && !engine->in_backward;
+}
+
+bool fsdp_engine_keeps_root(const fsdp_engine *engine) {
+  const fsdp_unit *root = engine->root;
+  return engine->depth == 0 && !engine->in_backward && root != NULL &&
+         !root->options.shows_kept && !root->is_resident && !root->is_pinned &&
+         (root->state == FSDP_UNIT_HIDDEN ||
+          root->state == FSDP_UNIT_UNSHARDED);
+}
+
+fsdp_status fsdp_engine_show_root(fsdp_engine *engine, bool shows,
+                                  fsdp_error *error) {
+  if (!fsdp_engine_keeps_root(engine)) return FSDP_OK;
+  return shows ? fsdp_unit_priv_wait_unshard(engine->root, error)
+               : fsdp_unit_priv_hide(engine->root, error);
 }

@@ -526,6 +526,8 @@ fsdp_status fsdp_unit_priv_reshard(fsdp_unit *unit, fsdp_error *error) {
     if (is_shown) {
       FSDP_TRY(views->show_params(views->context, unit->options.owner,
                                   FSDP_VIEW_SHARDED, NULL, &local));
+    } else if (was_used) {
+      views->empty_params(views->context, unit->options.owner);
     }
     /* Nobody reads the shards any more when the optimizer steps them. */
     if (!was_used) {
@@ -568,39 +570,12 @@ fsdp_status fsdp_unit_priv_hide(fsdp_unit *unit, fsdp_error *error) {
   status = fsdp_unit_priv_take_writes(unit, false, error);
   if (status != FSDP_OK) return status; /* nothing has changed */
   FSDP_TRY(views->show_params(views->context, unit->options.owner,
-                              FSDP_VIEW_SHARDED, NULL, &local));
+                              FSDP_VIEW_SHARDED, unit->param_data, &local));
   views->mark_params(views->context, unit->options.owner);
   FSDP_TRY(fsdp_unit_priv_advance(unit, FSDP_EVENT_HIDE, &local));
 done:
   if (status != FSDP_OK) fsdp_unit_priv_fail(unit, &local, error);
   return status;
-}
-
-fsdp_status fsdp_engine_show_kept(fsdp_engine *engine, bool shows,
-                                  fsdp_error *error) {
-  fsdp_status status = FSDP_OK;
-  if (engine->depth > 0 || engine->in_backward) return FSDP_OK;
-  engine->shows_kept = false;
-  for (size_t i = 0; i < engine->num_units; i++) {
-    fsdp_unit *unit = engine->units[i];
-    if (!shows && unit->is_left_shown) {
-      FSDP_TRY(fsdp_unit_priv_hide(unit, error));
-    } else if (shows && unit->options.shows_kept &&
-               unit->state == FSDP_UNIT_HIDDEN) {
-      FSDP_TRY(fsdp_unit_priv_wait_unshard(unit, error));
-      fsdp_unit_priv_leave_shown(unit);
-    }
-  }
-done:
-  return status;
-}
-
-bool fsdp_unit_is_left_shown(const fsdp_unit *unit) {
-  return unit->is_left_shown;
-}
-
-bool fsdp_engine_shows_kept(const fsdp_engine *engine) {
-  return engine->shows_kept && !engine->in_backward;
 }
 
 fsdp_status fsdp_engine_priv_prefetch(fsdp_engine *engine, int64_t index,

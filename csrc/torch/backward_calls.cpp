@@ -1,0 +1,89 @@
+// What engines do before and after a call of autograd's engine, which has no
+// hook there: fsdp_c/_torch_compat.py makes one.
+//
+// Note [Before a backward]
+// Hooks tell a unit that its backward begins, with a gradient of an output. Two
+// things must be so earlier:
+//   - Leaves require grad where the user says so now. With fully_shard, and
+//     with flat parameters, the user sets it on another object.
+//   - Autograd saves a leaf itself, not a view. The outermost unit keeps its
+//     block for backward, but its parameters show the shards there. A graph may
+//     reach them before the output that the unit hooked (an auxiliary loss on
+//     something that a module keeps), so they must be whole by then.
+// Whose graph will run is not known yet, so this happens in all engines, which
+// hide their parameters again if it was not theirs.
+#include <algorithm>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "torch/bridge.h"
+#include "torch/guard.hpp"
+#include "torch/step_stream.hpp"
+#include "torch/unit.hpp"
+
+namespace fsdp_torch {
+namespace {
+
+struct LiveEngines {
+  std::mutex mutex;
+  std::vector<std::weak_ptr<Engine>> engines;
+};
+
+// Never destroyed: an engine may outlive static objects.
+LiveEngines &live_engines() {
+  static auto *const live = new LiveEngines;
+  return *live;
+}
+
+std::vector<std::shared_ptr<Engine>> engines_that_live() {
+  LiveEngines &live = live_engines();
+  const std::lock_guard<std::mutex> lock(live.mutex);
+  std::vector<std::shared_ptr<Engine>> result;
+  for (const auto &each : live.engines) {
+    if (auto engine = each.lock()) result.push_back(std::move(engine));
+  }
+  return result;
+}
+
+// Whether there is something to do. It must not touch a stream otherwise: the
+// backward may be another model's, inside a capture.
+bool is_concerned(Engine &engine, bool begins) {
+  const std::lock_guard<std::mutex> lock(engine.mutex);
+  if (engine.is_aborted || fsdp_engine_in_forward(engine.core) ||
+      fsdp_engine_in_backward(engine.core)) {
+    return false;
+  }
+  for (Unit *unit : engine.units) {
+    if (begins) show_requires_grad(*unit);
+  }
+  return fsdp_engine_keeps_root(engine.core);
+}
+
+}  // namespace
+
+void note_engine(const std::shared_ptr<Engine> &engine) {
+  LiveEngines &live = live_engines();
+  const std::lock_guard<std::mutex> lock(live.mutex);
+  auto &engines = live.engines;
+  engines.erase(std::remove_if(engines.begin(), engines.end(),
+                               [](const auto &each) { return each.expired(); }),
+                engines.end());
+  engines.push_back(engine);
+}
+
+}  // namespace fsdp_torch
+
+extern "C" fsdp_status fsdp_torch_around_backward(bool begins,
+                                                  fsdp_error *error) {
+  GUARDED(error) {
+    for (const auto &engine : fsdp_torch::engines_that_live()) {
+      if (!fsdp_torch::is_concerned(*engine, begins)) continue;
+      const fsdp_torch::EngineCall call(*engine);
+      const fsdp_status status =
+          fsdp_engine_show_root(engine->core, begins, error);
+      if (status != FSDP_OK) return status;
+    }
+    return FSDP_OK;
+  };
+}
