@@ -294,6 +294,8 @@ static int module_exec(PyObject *module) {
   if (state->make == NULL) return -1;
   state->dataclass_fields = PyUnicode_InternFromString("__dataclass_fields__");
   if (state->dataclass_fields == NULL) return -1;
+  state->local_tensor = PyUnicode_InternFromString("_local_tensor");
+  if (state->local_tensor == NULL) return -1;
 
   if (fsdp_listed_hooks_init(module, state) < 0) return -1;
   for (size_t i = 0; i < sizeof types / sizeof types[0]; i++) {
@@ -335,6 +337,7 @@ static int module_clear(PyObject *module) {
   Py_CLEAR(state->copy);
   Py_CLEAR(state->make);
   Py_CLEAR(state->dataclass_fields);
+  Py_CLEAR(state->local_tensor);
   Py_CLEAR(state->output_hooks);
   Py_CLEAR(state->pre_backward);
   Py_CLEAR(state->first_hook_id);

@@ -37,6 +37,7 @@ typedef struct module_state {
   PyObject *copy;             /* copy.copy */
   PyObject *make;             /* "_make" */
   PyObject *dataclass_fields; /* "__dataclass_fields__" */
+  PyObject *local_tensor;     /* "_local_tensor", of a DTensor */
   PyObject *output_hooks;     /* listed_hooks.c: the type of the dicts, */
   PyObject *pre_backward;     /* their first value */
   PyObject *first_hook_id;    /* and its key */

@@ -91,8 +91,15 @@ static PyObject *face_extend(void *context, int64_t param,
 
 /* Forward ------------------------------------------------------------------ */
 
+static int take_locals(unit_object *self) {
+  if (self->places == NULL) return 0;
+  return fsdp_torch_unit_take_locals(
+      self->unit, state_of_object((PyObject *)self)->local_tensor);
+}
+
 int fsdp_unit_object_enter_forward(unit_object *self) {
   if (fsdp_torch_unit_hide_kept(self->unit) < 0) return -1;
+  if (take_locals(self) < 0) return -1;
   if (show(self, FSDP_TORCH_SHOWN_PLAIN) < 0) {
     if (self->num_forwards == 0) {
       PyObject *type, *value, *traceback;
@@ -225,6 +232,7 @@ static int call_unit(PyObject *object, unit_call call) {
 
 PyObject *fsdp_unit_object_unshard(PyObject *object,
                                    PyObject *Py_UNUSED(none)) {
+  if (take_locals((unit_object *)object) < 0) return NULL;
   if (call_unit(object, fsdp_torch_unit_unshard) < 0) return NULL;
   Py_RETURN_NONE;
 }

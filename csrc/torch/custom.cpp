@@ -72,13 +72,21 @@ fsdp_status custom_run(void *context, void *owner, fsdp_lane lane,
   GUARDED(error) {
     const Provider &provider = *static_cast<Provider *>(context);
     Unit &unit = unit_of(owner);
-    const CustomPieces pieces = std::exchange(unit.custom_pieces, {});
+    CustomPieces pieces = std::exchange(unit.custom_pieces, {});
     if (pieces.empty()) return FSDP_OK;
     const Group &whose = group == nullptr || group->handle == nullptr
                              ? unit.shard_group
                              : *static_cast<const Group *>(group->handle);
     const at::NoGradGuard no_grad;
-    provider.on_lane(lane, [&] { call(unit, pieces, kind, whose, scale); });
+    provider.on_lane(lane, [&] {
+      std::vector<StoragePtr> lent;
+      for (const auto &piece : pieces) {
+        lent.push_back(piece.first.storage().getWeakStorageImpl().lock());
+        lent.push_back(piece.second.storage().getWeakStorageImpl().lock());
+      }
+      call(unit, std::exchange(pieces, {}), kind, whose, scale);
+      for (const StoragePtr &each : lent) end_loan(unit, each);
+    });
     return FSDP_OK;
   };
 }

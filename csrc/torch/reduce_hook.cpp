@@ -27,7 +27,10 @@ void destroy_hook(ReduceHook *hook) {
   delete hook;
 }
 
-void run_hook(const Unit &unit, at::Tensor whole, at::Tensor own) {
+void run_hook(const Unit &unit, const at::Tensor &whole) {
+  const int64_t shard_numel = whole.numel() / unit.shard_group.world_size;
+  const at::Tensor own =
+      whole.narrow(0, unit.shard_group.rank * shard_numel, shard_numel);
   const bool is_sharded = own.numel() != whole.numel();
   // The hook may point either tensor at new memory (`grad.data = ...`).
   at::Tensor result = is_sharded ? at::empty_like(own) : whole;
@@ -60,16 +63,16 @@ fsdp_status reduce_hook(void *context, void *owner, fsdp_lane lane,
     const Provider &provider = *static_cast<Provider *>(context);
     const Unit &unit = unit_of(owner);
     const Segment &segment = unit.segments[static_cast<size_t>(index)];
-    const int64_t shard_numel = segment.layout->shard_numel;
-    if (shard_numel == 0) return FSDP_OK;
-    const at::Tensor whole =
+    if (segment.layout->shard_numel == 0) return FSDP_OK;
+    at::Tensor whole =
         provider.view(buffer, segment.layout->padded_numel,
                       {static_cast<int32_t>(segment.reduce),
                        static_cast<int32_t>(c10::elementSize(segment.reduce))});
     provider.on_lane(lane, [&] {
-      run_hook(
-          unit, whole,
-          whole.narrow(0, unit.shard_group.rank * shard_numel, shard_numel));
+      const StoragePtr lent = whole.storage().getWeakStorageImpl().lock();
+      run_hook(unit, whole);
+      whole = at::Tensor();
+      end_loan(unit, lent);
     });
     return FSDP_OK;
   };

@@ -61,11 +61,24 @@ void adopt_local(Unit &unit, Param &param, size_t index) {
   unit.shard_was_written = true;
 }
 
-// Whether somebody else holds the gradient or its local tensor. Reads counts
-// that only the user's threads change, of which this one runs the step.
+// `param.data = value` leaves the local tensor of a DTensor as it is.
+void refuse_new_data(const Unit &unit, ShardedParam &shown, size_t index) {
+  if (is_over(shown.param, shown.storage.get())) return;
+  shown.storage = storage_ptr_of(shown.param);  // the user knows it now
+  throw std::invalid_argument(c10::str(
+      "FSDP unit '", unit.name, "': the data of parameter ", index,
+      " was set, which does not change the values of a DTensor; write them "
+      "into it: with torch.no_grad(): param.copy_(value)"));
+}
+
+// Whether somebody else holds the gradient or its local tensor: Python, or a
+// parameter that was frozen with it. Reads counts that only the user's threads
+// change, of which this one runs the step.
 bool is_held(const ShardedParam &shown) {
+  const at::Tensor *const tensors[] = {&shown.grad, &shown.grad_local};
   for (size_t i = 0; i < 2; i++) {
-    if (Py_REFCNT(shown.grad_objects[i]) > shown.grad_references[i]) {
+    if (Py_REFCNT(shown.grad_objects[i]) > shown.grad_references[i] ||
+        tensors[i]->use_count() > shown.grad_uses[i]) {
       return true;
     }
   }
@@ -96,6 +109,8 @@ void make_grad(Unit &unit, Param &param, int64_t index) {
   for (size_t i = 0; i < 2; i++) {
     shown.grad_references[i] = Py_REFCNT(shown.grad_objects[i]);
   }
+  shown.grad_uses[0] = shown.grad.use_count();
+  shown.grad_uses[1] = shown.grad_local.use_count();
 }
 
 // Notes the local tensors of gradients that the user set. GIL.
@@ -229,7 +244,9 @@ bool take_replaced_locals(Unit &unit) {
   for (size_t i = 0; i < unit.params.size(); i++) {
     Param &param = unit.params[i];
     const at::Tensor &local = param.sharded_param.local;
-    if (!local.defined() || param.is_extended ||
+    if (!local.defined()) continue;
+    refuse_new_data(unit, param.sharded_param, i);
+    if (param.is_extended ||
         is_over(local, storage_of(param.sharded))) {
       continue;
     }
@@ -343,6 +360,7 @@ fsdp_status fsdp_torch_unit_bind_sharded(fsdp_torch_unit *unit, int64_t index,
     auto &target = self.params.at(static_cast<size_t>(index));
     fsdp_torch::ShardedParam shown;
     shown.param = THPVariable_Unpack(param);
+    shown.storage = fsdp_torch::storage_ptr_of(shown.param);
     shown.local = THPVariable_Unpack(local);
     std::swap(target.sharded_param, shown);
     if (target.is_extended) return FSDP_OK;  // it keeps its memory
@@ -371,6 +389,30 @@ fsdp_status fsdp_torch_unit_bind_parallel(fsdp_torch_unit *unit, int64_t index,
         target.tensor.getIntrusivePtr());
     return FSDP_OK;
   };
+}
+
+int fsdp_torch_unit_take_locals(fsdp_torch_unit *unit,
+                                PyObject *name) noexcept {
+  HANDLE_TH_ERRORS
+  Unit &self = *unit->self;
+  for (size_t i = 0; i < self.params.size(); i++) {
+    fsdp_torch::Param &param = self.params[i];
+    fsdp_torch::ShardedParam &shown = param.sharded_param;
+    if (!shown.local.defined() || param.is_extended) continue;
+    const auto object = pybind11::reinterpret_steal<pybind11::object>(
+        THPVariable_Wrap(shown.param));
+    const auto local = pybind11::reinterpret_steal<pybind11::object>(
+        PyObject_GetAttr(object.ptr(), name));
+    if (!local) return -1;
+    if (!THPVariable_Check(local.ptr()) ||
+        THPVariable_Unpack(local.ptr()).is_same(shown.local)) {
+      continue;
+    }
+    shown.local = THPVariable_Unpack(local.ptr());
+    fsdp_torch::adopt_local(self, param, i);
+  }
+  return 0;
+  END_HANDLE_TH_ERRORS_RET(-1)
 }
 
 PyObject *fsdp_torch_unit_part_of(fsdp_torch_unit *unit, int64_t index) {

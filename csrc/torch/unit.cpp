@@ -333,11 +333,6 @@ fsdp_status finish_unit(Unit &unit, fsdp_error *error) {
 Unit::~Unit() {
   if (handle) handle->unit = nullptr;
   unhook_accumulators(*this);
-  // The user may still hold these views; the core frees their memory below.
-  for (Segment &segment : segments) {
-    if (segment.unsharded_grad) detach(*this, *segment.unsharded_grad);
-    if (segment.partial_grad) detach(*this, *segment.partial_grad);
-  }
   if (engine) {
     const std::lock_guard<std::mutex> lock(engine->mutex);
     auto &units = engine->units;

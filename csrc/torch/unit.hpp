@@ -92,6 +92,21 @@ int64_t call_nbytes_of(const Unit &unit);
 
 using StoragePtr = c10::intrusive_ptr<c10::StorageImpl>;
 
+// Memory of the core's that tensors show for a while.
+//
+// Note [Lent memory]
+// The user may hold such a tensor for longer than the core has the memory.
+// Parameters are empty then, and reading them is an error, as in FSDP1.
+// Gradients must last: before their memory goes, whoever else shows it gets a
+// copy, which the storage owns from then on.
+// Torch may also move what a storage holds (share_memory_()): the core's memory
+// is then brought up to date, and shown again.
+struct Lent {
+  StoragePtr storage;    // null until the memory is shown for the first time
+  void *data = nullptr;  // null: it shows nothing
+  int64_t nbytes = 0;
+};
+
 struct Segment {
   const fsdp_segment *layout = nullptr;  // borrowed
   at::ScalarType master = at::ScalarType::Undefined;
@@ -111,8 +126,8 @@ struct Segment {
   StoragePtr part;                 // null: the unit keeps no parts
   StoragePtr full;                 // on the unit's device
   StoragePtr full_on_host;         // null until a summon needs it
-  StoragePtr unsharded_grad;       // null until no_sync needs it
-  StoragePtr partial_grad;         // likewise, no_sync(sharded=True)
+  Lent unsharded_grad;             // of no_sync
+  Lent partial_grad;               // of no_sync(sharded=True)
   StoragePtr no_grad;              // empty; of idle views, null until then
   StoragePtr full_grad;            // of a summon with gradients
   at::Tensor flat_unsharded_grad;  // use_orig_params=False
@@ -123,14 +138,16 @@ struct Segment {
 // gradient: see Note [Parameters by rows].
 struct ShardedParam {
   at::Tensor param;
+  StoragePtr storage;     // of `param`, which holds nothing
   at::Tensor local;       // its local tensor, a view of the shard
   at::Tensor grad;        // undefined until the first reduction
   at::Tensor grad_local;  // its local tensor, a view of the sharded gradient
   at::Tensor user_grad;   // local tensor of a gradient that the user set
   // The Python objects of `grad` and `grad_local`, borrowed, and how many
-  // references each has while the user holds none.
+  // references each has while it is shown nowhere.
   struct _object *grad_objects[2] = {nullptr, nullptr};
   int64_t grad_references[2] = {0, 0};
+  size_t grad_uses[2] = {0, 0};  // those of C++, likewise
 };
 
 // A piece of a parameter where a gather left it, and in the parameter.
@@ -273,9 +290,29 @@ void show_at(const at::Tensor &view, const StoragePtr &storage, int64_t offset);
 void attach(c10::StorageImpl &storage, void *data, int64_t nbytes);
 // Empties it; reading it is an error that names the unit.
 void detach(const Unit &unit, c10::StorageImpl &storage);
+// lent_memory.cpp: see Note [Lent memory].
+void lend(Lent &lent, c10::Device device, void *data, int64_t nbytes);
+// Brings what was moved back into the core's memory. On the current stream.
+void bring_back(c10::StorageImpl &storage, void *data);
+// Gives whoever else shows the memory a copy. `views`: all of ours over it,
+// which are gone then. Cannot fail: without memory for a copy, reading is an
+// error.
+void disown(const Unit &unit, Lent &lent,
+            const std::vector<at::Tensor *> &views) noexcept;
+// The same, and the memory goes.
+void end_loan(const Unit &unit, Lent &lent,
+              const std::vector<at::Tensor *> &views) noexcept;
+// The same for memory that was lent for a call. Our tensors over it are gone.
+void end_loan(const Unit &unit, const StoragePtr &lent) noexcept;
 // nullptr: it has none.
 inline const c10::StorageImpl *storage_of(const at::Tensor &tensor) {
   return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+}
+inline StoragePtr storage_ptr_of(const at::Tensor &tensor) {
+  return tensor.unsafeGetTensorImpl()
+      ->unsafe_storage()
+      .getWeakStorageImpl()
+      .lock();
 }
 inline bool is_over(const at::Tensor &tensor, const c10::StorageImpl *storage) {
   return storage_of(tensor) == storage;

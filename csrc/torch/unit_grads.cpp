@@ -104,20 +104,19 @@ at::Tensor sharded_grad(Unit &unit, const GradPlace &place) {
 at::Tensor unsharded_grad(Unit &unit, const GradPlace &place, void *data) {
   Segment &segment = *place.segment;
   const int64_t numel = segment.layout->padded_numel;
-  if (!segment.unsharded_grad) {
-    segment.unsharded_grad = empty_storage(unit.device);
-  }
-  attach(*segment.unsharded_grad, data, nbytes_of(numel, segment.reduce));
+  lend(segment.unsharded_grad, unit.device, data,
+       nbytes_of(numel, segment.reduce));
   at::Tensor &view = place.param != nullptr ? place.param->unsharded_grad
                                             : segment.flat_unsharded_grad;
   if (view.defined()) return view;
   const c10::DispatchKeySet keys = keys_of(unit.device);
   if (place.param == nullptr) {
-    view = make_view(segment.unsharded_grad, keys, segment.reduce, {numel}, 0);
+    view = make_view(segment.unsharded_grad.storage, keys, segment.reduce,
+                     {numel}, 0);
   } else {
-    view =
-        make_view(segment.unsharded_grad, keys, segment.reduce,
-                  place.param->sizes, place.param->unsharded.storage_offset());
+    view = make_view(segment.unsharded_grad.storage, keys, segment.reduce,
+                     place.param->sizes,
+                     place.param->unsharded.storage_offset());
   }
   return view;
 }
@@ -126,16 +125,16 @@ at::Tensor unsharded_grad(Unit &unit, const GradPlace &place, void *data) {
 at::Tensor partial_grad(Unit &unit, const GradPlace &place, void *data) {
   Segment &segment = *place.segment;
   const int64_t numel = segment.layout->shard_numel;
-  if (!segment.partial_grad) segment.partial_grad = empty_storage(unit.device);
-  attach(*segment.partial_grad, data, nbytes_of(numel, segment.reduce));
+  lend(segment.partial_grad, unit.device, data,
+       nbytes_of(numel, segment.reduce));
   at::Tensor &view = place.param != nullptr ? place.param->partial_grad
                                             : segment.flat_partial_grad;
   if (view.defined()) return view;
   const c10::DispatchKeySet keys = keys_of(unit.device);
+  const StoragePtr &storage = segment.partial_grad.storage;
   view = place.param == nullptr
-             ? make_view(segment.partial_grad, keys, segment.reduce, {numel}, 0)
-             : view_of_piece(segment.partial_grad, 0, keys, segment.reduce,
-                             *place.param);
+             ? make_view(storage, keys, segment.reduce, {numel}, 0)
+             : view_of_piece(storage, 0, keys, segment.reduce, *place.param);
   return view;
 }
 
@@ -173,8 +172,8 @@ bool take_one_grad(Unit &unit, const GradPlace &place) {
   const Segment &segment = *place.segment;
   const bool is_ours = (segment.grad_shard.defined() &&
                         is_over(grad, storage_of(segment.grad_shard))) ||
-                       lies_over(grad, segment.unsharded_grad) ||
-                       lies_over(grad, segment.partial_grad);
+                       lies_over(grad, segment.unsharded_grad.storage) ||
+                       lies_over(grad, segment.partial_grad.storage);
   if (!is_ours) adopt_grad(unit, place, grad);
   grad = at::Tensor();
   return true;
@@ -184,10 +183,45 @@ void zero_taken_grad(Unit &unit, const GradPlace &place, void *unsharded) {
   const at::Tensor sharded = sharded_grad(unit, place);
   if (sharded.defined()) sharded.zero_();
   if (unsharded != nullptr) unsharded_grad(unit, place, unsharded).zero_();
-  const at::Tensor &partial = place.param != nullptr
-                                  ? place.param->partial_grad
-                                  : place.segment->flat_partial_grad;
-  if (partial.defined() && partial.storage().nbytes() > 0) partial.zero_();
+  void *const partial = place.segment->partial_grad.data;
+  if (partial != nullptr) partial_grad(unit, place, partial).zero_();
+}
+
+// Calls function(lent, views) for what the segments' gradients show of the
+// core's memory.
+template <typename Function>
+void for_each_loan(Unit &unit, fsdp_view view, Function &&function) {
+  const bool is_partial = view == FSDP_VIEW_PARTIAL;
+  for (Segment &segment : unit.segments) {
+    Lent &lent = is_partial ? segment.partial_grad : segment.unsharded_grad;
+    if (lent.data == nullptr) continue;
+    std::vector<at::Tensor *> views = {is_partial
+                                           ? &segment.flat_partial_grad
+                                           : &segment.flat_unsharded_grad};
+    for (Param &param : unit.params) {
+      if (&segment_of(unit, param) != &segment) continue;
+      views.push_back(is_partial ? &param.partial_grad : &param.unsharded_grad);
+    }
+    function(lent, views);
+  }
+}
+
+void bring_back_grads(Unit &unit) {
+  for (const fsdp_view view : {FSDP_VIEW_UNSHARDED, FSDP_VIEW_PARTIAL}) {
+    for_each_loan(unit, view,
+                  [](Lent &lent, const auto &) {
+                    bring_back(*lent.storage, lent.data);
+                  });
+  }
+}
+
+// What the user holds of them keeps its values; the core's change now.
+void disown_grads(Unit &unit) {
+  for (const fsdp_view view : {FSDP_VIEW_UNSHARDED, FSDP_VIEW_PARTIAL}) {
+    for_each_loan(unit, view, [&](Lent &lent, const auto &views) {
+      disown(unit, lent, views);
+    });
+  }
 }
 
 // The port --------------------------------------------------------------------
@@ -201,6 +235,7 @@ fsdp_status take_grads(void * /*context*/, void *owner, bool unsharded_live,
     // By rows the user does not see what is not reduced yet, nor clears it.
     const bool holds = unit.is_by_rows && fsdp_unit_holds_grads(unit.core);
     bool any = holds;
+    bring_back_grads(unit);
     grad_places(unit);
     for (GradPlace &place : unit.grad_places) {
       place.was_cleared = false;
@@ -210,6 +245,7 @@ fsdp_status take_grads(void * /*context*/, void *owner, bool unsharded_live,
         cleared.push_back(&place);
       }
     }
+    disown_grads(unit);
     for (size_t i = 0; any && i < cleared.size(); i++) {
       zero_taken_grad(unit, *cleared[i],
                       unsharded_live && !holds
@@ -302,14 +338,15 @@ fsdp_status show_grads(void * /*context*/, void *owner, fsdp_view view,
               : sharded_grad(unit, place);
     }
     if (view == FSDP_VIEW_UNSHARDED) return FSDP_OK;
-    for (Segment &segment : unit.segments) {
-      if (segment.unsharded_grad) detach(unit, *segment.unsharded_grad);
-      if (segment.partial_grad && view == FSDP_VIEW_SHARDED) {
-        detach(unit, *segment.partial_grad);
-      }
-    }
     return FSDP_OK;
   };
+}
+
+void keep_grads(void * /*context*/, void *owner, fsdp_view view) {
+  Unit &unit = unit_of(owner);
+  for_each_loan(unit, view, [&](Lent &lent, const auto &views) {
+    end_loan(unit, lent, views);
+  });
 }
 
 fsdp_status grad_shard(void * /*context*/, void *owner, int64_t index,
@@ -461,6 +498,7 @@ void add_grad_ops(fsdp_view_ops *ops) {
   ops->take_grads = take_grads;
   ops->take_full_grads = take_full_grads;
   ops->show_grads = show_grads;
+  ops->keep_grads = keep_grads;
   ops->grads_live = grads_live;
   ops->grads_free = grads_free;
   ops->grad_shard = grad_shard;

@@ -93,6 +93,33 @@ void write_back_flat_params(Unit &unit) {
   }
 }
 
+// Torch may put other memory into the storage of a shard, with its values
+// (share_memory_(), or a queue of torch.multiprocessing): the core uses that.
+// Whether it did.
+bool follow_moved_shards(Unit &unit) {
+  bool any = false;
+  for (size_t i = 0; i < unit.segments.size(); i++) {
+    const Segment &segment = unit.segments[i];
+    const auto index = static_cast<int64_t>(i);
+    c10::StorageImpl &storage =
+        *segment.shard.storage().unsafeGetStorageImpl();
+    void *const data = storage.data_ptr().get();
+    const size_t needed = segment.shard.nbytes();
+    if (data == fsdp_unit_shard(unit.core, index) || needed == 0) continue;
+    if (storage.nbytes() < needed || storage.device() != segment.shard.device()) {
+      throw std::invalid_argument(c10::str(
+          "FSDP unit '", unit.name, "': the memory of its shard was replaced by ",
+          storage.nbytes(), " bytes on ", storage.device(), "; expected ",
+          needed, " bytes on ", segment.shard.device(),
+          ". The values are lost: load them again, and resize no storage of a "
+          "sharded parameter"));
+    }
+    fsdp_unit_move_shard(unit.core, index, data);
+    any = true;
+  }
+  return any;
+}
+
 // The view that parameters have under `view`.
 const at::Tensor &view_of(const Param &param, fsdp_view view) {
   switch (view) {
@@ -238,11 +265,18 @@ void empty_params(void * /*context*/, void *owner) {
 }
 
 fsdp_status take_params(void * /*context*/, void *owner, fsdp_view view,
-                        void *const * /*data*/, bool *any_copied,
+                        void *const *data, bool *any_copied,
                         fsdp_error *error) {
   GUARDED(error) {
     Unit &unit = unit_of(owner);
     *any_copied = false;
+    if (view == FSDP_VIEW_SHARDED) {
+      if (follow_moved_shards(unit)) unit.shard_was_written = true;
+    } else {
+      for (size_t i = 0; i < unit.segments.size(); i++) {
+        bring_back(*storage_of_view(unit.segments[i], view), data[i]);
+      }
+    }
     for (size_t i = 0; i < unit.params.size(); i++) {
       Param &param = unit.params[i];
       const at::Tensor &expected = view_of(param, view);

@@ -112,6 +112,11 @@ static fsdp_status show_grads(void *context, void *owner, fsdp_view view,
   unit->has_reduced = unit->has_reduced || view == FSDP_VIEW_SHARDED;
   for (int64_t i = 0; i < unit->num_segments; i++) {
     unit->grads[i] = segments == NULL ? NULL : segments[i];
+    const bool is_lent =
+        view == FSDP_VIEW_UNSHARDED || view == FSDP_VIEW_PARTIAL;
+    if (is_lent && unit->grads[i] != NULL) {
+      recorder_lend(context, owner, view, unit->grads[i]);
+    }
   }
   return FSDP_OK;
 }

@@ -233,6 +233,7 @@ void recorder_destroy(recorder *self) {
     if (self->grad_shards[i].is_owned) free(self->grad_shards[i].data);
   }
   free(self->grad_shards);
+  free(self->loans);
   free(self->tokens.items);
   free(self->groups.items);
   free(self->owners.items);

@@ -137,6 +137,9 @@ void recorder_clear_race(recorder *self);
 #define RECORDER_HOST_LANE ((int)FSDP_NUM_LANES)
 void recorder_touch(recorder *self, int lane, const void *data, int64_t nbytes,
                     bool is_write);
+/* The user sees gradients in it: freeing it before keep_grads ends the test. */
+void recorder_lend(recorder *self, const void *owner, fsdp_view view,
+                   const void *data);
 /* Memory that the test frees after the work now on `lane`. */
 void recorder_forget(recorder *self, const void *data, int64_t nbytes,
                      int lane);

@@ -86,6 +86,13 @@ static void free_known_block(recorder *self, const void *data, bool is_host,
       recorder_priv_die("a free of the other kind");
     if (!is_host && candidate->nbytes != nbytes)
       recorder_priv_die("block_free with a wrong nbytes");
+    for (int64_t j = 0; j < self->num_loans; j++) {
+      const char *lent = self->loans[j].data;
+      if (lent >= candidate->data &&
+          lent < candidate->data + candidate->nbytes) {
+        recorder_priv_die("a free of memory that shows gradients");
+      }
+    }
     recorder_priv_forget(self, data, candidate->nbytes, last_use);
     recorder_priv_free_block(self, candidate);
     return;

@@ -63,6 +63,13 @@ typedef struct grad_shard {
   bool is_made; /* allocated, as the engine knows it */
 } grad_shard;
 
+/* Memory that the user sees gradients in. */
+typedef struct loan {
+  const void *owner;
+  fsdp_view view;
+  const char *data;
+} loan;
+
 typedef struct recorder_transport {
   fsdp_transport base;
   fsdp_transport_ops ops;
@@ -97,6 +104,8 @@ struct recorder {
   named_list tokens;
   grad_shard *grad_shards;
   int64_t num_grad_shards;
+  loan *loans;
+  int64_t num_loans;
   bool grads_live;
   bool params_copied;
   bool params_changed;

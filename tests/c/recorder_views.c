@@ -109,6 +109,31 @@ static fsdp_status show_grads(void *context, void *owner, fsdp_view view,
                              owner, view);
 }
 
+void recorder_lend(recorder *self, const void *owner, fsdp_view view,
+                   const void *data) {
+  for (int64_t i = 0; i < self->num_loans; i++) {
+    if (self->loans[i].data == data) return;
+  }
+  self->loans = recorder_priv_append_item(self->loans, self->num_loans,
+                                          sizeof *self->loans);
+  self->loans[self->num_loans++] =
+      (loan){.owner = owner, .view = view, .data = data};
+}
+
+static void keep_grads(void *context, void *owner, fsdp_view view) {
+  recorder *self = context;
+  int64_t num_left = 0;
+  for (int64_t i = 0; i < self->num_loans; i++) {
+    const loan *each = &self->loans[i];
+    if (each->owner == owner && each->view == view) continue;
+    self->loans[num_left++] = *each;
+  }
+  if (num_left < self->num_loans) {
+    recorder_priv_write_line(self, "keep_grads %O %V", owner, view);
+  }
+  self->num_loans = num_left;
+}
+
 grad_shard *recorder_priv_add_grad_shard(recorder *self, void *owner,
                                          int64_t segment, void *data,
                                          int64_t nbytes) {
@@ -213,6 +238,7 @@ fsdp_view_ops recorder_priv_view_ops(recorder *self) {
       .grads_live = grads_live,
       .grads_free = grads_free,
       .show_grads = show_grads,
+      .keep_grads = keep_grads,
       .grad_shard = get_grad_shard,
       .grad_release = grad_release,
   };

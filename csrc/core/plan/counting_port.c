@@ -436,6 +436,10 @@ static void empty_params(void *context, void *owner) {
   (void)context, (void)owner;
 }
 
+static void keep_grads(void *context, void *owner, fsdp_view view) {
+  (void)context, (void)owner, (void)view;
+}
+
 static fsdp_status take_params(void *context, void *owner, fsdp_view view,
                                void *const *segments, bool *any_copied,
                                fsdp_error *error) {
@@ -603,6 +607,7 @@ fsdp_view_ops fsdp_counting_device_views(fsdp_counting_device *device) {
       .take_full_grads = take_full_grads,
       .grads_live = grads_live,
       .grads_free = grads_free,
+      .keep_grads = keep_grads,
       .show_grads = show_grads,
       .grad_shard = grad_shard,
       .grad_release = grad_release,

@@ -107,6 +107,10 @@ typedef struct fsdp_view_ops {
    * padded_numel elements, of PARTIAL shard_numel. */
   fsdp_status (*show_grads)(void *context, void *owner, fsdp_view view,
                             void *const *segments, fsdp_error *error);
+  /* The memory of gradients that were shown as UNSHARDED, or PARTIAL, goes:
+   * what still shows it, on a parameter or elsewhere, keeps a copy, made on
+   * COMPUTE. Cannot fail. */
+  void (*keep_grads)(void *context, void *owner, fsdp_view view);
   /* The sharded gradient of a trainable segment, in grad dtype (in host memory
    * if the unit offloads), allocated at the first call, and again after
    * grads_free: zeros, written on COMPUTE, unless the next work on it will

@@ -292,6 +292,7 @@ fsdp_status fsdp_unit_create(const fsdp_unit_options *options, fsdp_unit **unit,
   self->options.name = self->name;
   for (size_t i = 0; i < num_segments; i++) {
     self->segments[i].options = options->segments[i];
+    self->segments[i].shard = options->segments[i].shard;
     self->segments[i].layout =
         fsdp_flat_layout_segment(options->layout, (int64_t)i);
   }
@@ -400,6 +401,14 @@ fsdp_status fsdp_engine_add_unit(fsdp_engine *engine, fsdp_unit *unit,
 done:
   destroy_event(engine, event);
   return status;
+}
+
+void *fsdp_unit_shard(const fsdp_unit *unit, int64_t segment) {
+  return unit->segments[segment].shard;
+}
+
+void fsdp_unit_move_shard(fsdp_unit *unit, int64_t segment, void *shard) {
+  unit->segments[segment].shard = shard;
 }
 
 void fsdp_unit_set_transports(fsdp_unit *unit, fsdp_transport *shard,

@@ -209,6 +209,12 @@ FSDP_NODISCARD fsdp_status fsdp_engine_add_unit(fsdp_engine *engine,
                                                 fsdp_unit *unit,
                                                 fsdp_error *error);
 
+/* Where the shard of the segment lies. Borrowed. */
+void *fsdp_unit_shard(const fsdp_unit *unit, int64_t segment);
+/* The shard lies elsewhere from now on, with its values, and may have changed:
+ * take_params says so. Between an unshard and its end nobody calls it. */
+void fsdp_unit_move_shard(fsdp_unit *unit, int64_t segment, void *shard);
+
 /* Sets what carries the unit's groups; before it joins an engine. */
 void fsdp_unit_set_transports(fsdp_unit *unit, fsdp_transport *shard,
                               fsdp_transport *replica, fsdp_transport *part);

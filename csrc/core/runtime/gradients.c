@@ -91,8 +91,10 @@ done:
 
 fsdp_status fsdp_unit_priv_drop_grads(fsdp_unit *unit, fsdp_lane lane,
                                       fsdp_error *error) {
+  const fsdp_view_ops *views = &unit->engine->views;
   if (!fsdp_unit_priv_has_grads(unit, FSDP_GRADS_UNSHARDED)) return FSDP_OK;
   fsdp_unit_priv_set_grads(unit, FSDP_GRADS_UNSHARDED, false);
+  views->keep_grads(views->context, unit->options.owner, FSDP_VIEW_UNSHARDED);
   return fsdp_arena_give(unit->engine->arena, unit->grad_client, lane, error);
 }
 
@@ -116,9 +118,11 @@ done:
 
 void fsdp_unit_priv_free_partial(fsdp_unit *unit) {
   const fsdp_device_ops *ops = &unit->engine->ops;
+  const fsdp_view_ops *views = &unit->engine->views;
   fsdp_unit_priv_set_grads(unit, FSDP_GRADS_PARTIAL, false);
   if (unit->partial_block == NULL) return;
   (void)!fsdp_engine_join_reduces(unit->engine, NULL); /* best effort */
+  views->keep_grads(views->context, unit->options.owner, FSDP_VIEW_PARTIAL);
   /* If the record fails, the older event is what is left to wait for. */
   (void)!ops->event_record(ops->context, unit->unsharded, FSDP_LANE_COMPUTE,
                            NULL);

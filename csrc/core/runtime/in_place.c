@@ -13,6 +13,10 @@
  *
  * An optimizer in backward writes earlier: it waits for the unit's readers.
  * After a failure nobody waits.
+ *
+ * Torch may move a shard out of the region (share_memory_() for a process that
+ * reads the weights). Then its values are copied into the region whenever the
+ * unit is opened.
  */
 #include "base/alloc.h"
 #include "runtime/engine_priv.h"
@@ -48,7 +52,7 @@ static fsdp_region region_of(const fsdp_unit *unit) {
   if (region.data == NULL || region.nbytes != unit->param_nbytes) return none;
   for (int64_t i = 0; i < unit->num_segments; i++) {
     const fsdp_region_range own = own_range(unit, i);
-    const char *shard = unit->segments[i].options.shard;
+    const char *shard = unit->segments[i].shard;
     if (own.nbytes > 0 && shard != (char *)region.data + own.offset) {
       return none;
     }
@@ -84,10 +88,15 @@ fsdp_status fsdp_unit_priv_share(fsdp_unit *unit, fsdp_error *error) {
                      "unit '%s': out of host memory while sharing its shards",
                      unit->name);
   }
+  const fsdp_region region = region_of(unit);
   for (int64_t i = 0; i < unit->num_segments; i++) own[i] = own_range(unit, i);
-  FSDP_TRY(unit->sharer->ops->share(unit->sharer, unit->name, region_of(unit),
+  FSDP_TRY(unit->sharer->ops->share(unit->sharer, unit->name, region,
                                     unit->param_nbytes, own, unit->num_segments,
                                     &unit->shared_whole, &unit->shared, error));
+  for (int64_t i = 0; unit->shared != NULL && i < unit->num_segments; i++) {
+    if (own[i].nbytes == 0) continue;
+    unit->segments[i].home = (char *)region.data + own[i].offset;
+  }
 done:
   fsdp_free(own);
   return status;
@@ -95,6 +104,9 @@ done:
 
 void fsdp_unit_priv_unshare(fsdp_unit *unit) {
   if (unit->shared != NULL) unit->sharer->ops->unshare(unit->shared);
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    unit->segments[i].home = NULL;
+  }
   unit->shared = NULL;
   unit->shared_whole = NULL;
   unit->sharer = NULL;
@@ -110,11 +122,31 @@ void fsdp_unit_priv_choose_place(fsdp_unit *unit, bool is_on_demand) {
       (unit->settings.custom & FSDP_CUSTOM_ALL_GATHER) == 0;
 }
 
+/* Copies shards that were moved to where the others read them. */
+static fsdp_status bring_home(fsdp_unit *unit, fsdp_error *error) {
+  const fsdp_device_ops *ops = &unit->engine->ops;
+  fsdp_status status = FSDP_OK;
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    const fsdp_unit_segment *segment = &unit->segments[i];
+    const fsdp_dtype dtype = segment->layout->dtype;
+    if (segment->home == NULL || segment->home == segment->shard) continue;
+    FSDP_TRY(ops->cast(ops->context, FSDP_LANE_UNSHARD, segment->home, dtype,
+                       segment->shard, dtype, segment->layout->shard_numel,
+                       error));
+  }
+done:
+  return status;
+}
+
 fsdp_status fsdp_unit_priv_open(fsdp_unit *unit, const fsdp_call *call,
                                 uint64_t *ticket, fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  FSDP_TRY(bring_home(unit, error));
   unit->has_readers = true;
-  return unit->sharer->ops->open(unit->sharer, call, unit->shared, ticket,
-                                 error);
+  FSDP_TRY(unit->sharer->ops->open(unit->sharer, call, unit->shared, ticket,
+                                   error));
+done:
+  return status;
 }
 
 void fsdp_unit_priv_close(fsdp_unit *unit) {

@@ -32,6 +32,9 @@ typedef struct fsdp_unit_segment {
   fsdp_segment_options options;
   const fsdp_segment *layout; /* borrowed */
 
+  void *shard; /* engine.c: where it lies now; the port may move it */
+  void *home;  /* in_place.c: where others read it, while it is shared */
+
   bool is_resident;    /* place.c: one rank, no cast: the shard is all of it */
   bool is_trainable;   /* place.c, unused.c: some parameter requires grad */
   bool has_grad_place; /* place.c, unused.c: it ever was trainable */

@@ -131,6 +131,12 @@ static void abandon(fsdp_unit *unit) {
     (void)!views->show_params(views->context, unit->options.owner,
                               FSDP_VIEW_SHARDED, NULL, NULL);
   }
+  if (unit->whole_grad.is_shown) {
+    bool is_live = false; /* of no interest */
+    (void)!views->take_full_grads(views->context, unit->options.owner,
+                                  whole_view(unit), unit->whole_grad.data,
+                                  &is_live, NULL);
+  }
   unit->whole.is_shown = false;
   unit->whole_grad.is_shown = false;
   fsdp_unit_priv_abandon_whole(unit);
@@ -202,7 +208,7 @@ static fsdp_status write_back_resident(fsdp_unit *unit, fsdp_error *error) {
     const fsdp_segment *segment = unit->segments[i].layout;
     if (segment->padded_numel == 0) continue;
     status = group->transport->ops->broadcast(
-        group->transport, &launch.call, unit->segments[i].options.shard,
+        group->transport, &launch.call, unit->segments[i].shard,
         segment->padded_numel, 0, segment->dtype, &launch.ticket, error);
   }
   FSDP_TRY(fsdp_engine_priv_close_launch(engine, &launch, status, error));

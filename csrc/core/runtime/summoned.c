@@ -31,7 +31,7 @@ static void *own_slot(fsdp_unit *unit, int64_t segment, bool is_grad) {
 /* The shard of the segment, or its sharded gradient. */
 static void *shard_of(const fsdp_unit *unit, int64_t segment, bool is_grad) {
   return is_grad ? unit->segments[segment].grad_shard
-                 : unit->segments[segment].options.shard;
+                 : unit->segments[segment].shard;
 }
 
 static void place_whole(fsdp_unit *unit, bool is_grad, void *block) {

@@ -36,7 +36,7 @@ static void place_segments(fsdp_unit *unit, void *block) {
     const int64_t offset =
         unit->is_full ? segment->full_offset : segment->param_offset;
     unit->param_data[i] = segment->is_resident || block == NULL
-                              ? segment->options.shard
+                              ? segment->shard
                               : at_nbytes(block, offset);
   }
 }
@@ -88,7 +88,7 @@ static fsdp_status upload_shards(fsdp_unit *unit, void *block,
                        ? slot_in(unit, i, false)
                        : at_nbytes(block, segment->param_stage_offset);
     FSDP_TRY(ops->copy_to_device(
-        ops->context, FSDP_LANE_UPLOAD, target, segment->options.shard,
+        ops->context, FSDP_LANE_UPLOAD, target, segment->shard,
         segment->layout->shard_numel * dtype.itemsize, error));
   }
   FSDP_TRY(fsdp_engine_priv_wait_lane(
@@ -114,7 +114,7 @@ static fsdp_status cast_shards(fsdp_unit *unit, void *block,
     if ((!is_alone || offloads) && fsdp_dtype_equal(to, from)) continue;
     const void *source = offloads
                              ? at_nbytes(block, segment->param_stage_offset)
-                             : segment->options.shard;
+                             : segment->shard;
     FSDP_TRY(ops->cast(ops->context, FSDP_LANE_UNSHARD, slot_in(unit, i, false),
                        to, source, from, segment->layout->shard_numel, error));
   }
@@ -222,7 +222,7 @@ static fsdp_status gather_segments(fsdp_unit *unit, bool of_parts,
         of_parts ? segment->options.part_numel : segment->layout->shard_numel;
     if (numel == 0) continue;
     const void *input =
-        sends_shard ? segment->options.shard : slot_in(unit, i, of_parts);
+        sends_shard ? segment->shard : slot_in(unit, i, of_parts);
     status = is_custom
                  ? views->custom_add(
                        views->context, unit->options.owner, unit->param_data[i],
