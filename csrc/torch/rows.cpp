@@ -196,11 +196,17 @@ void show_sharded_grads(Unit &unit) {
   const pybind11::gil_scoped_acquire gil;
   const at::NoGradGuard no_grad;
   unit.grads_are_new = false;
+  const bool fills_unused = fsdp_unit_get_settings(unit.core)->fills_unused;
   for (size_t i = 0; i < unit.params.size(); i++) {
     Param &param = unit.params[i];
     ShardedParam &shown = param.sharded_param;
     const Segment &segment = own_segment(unit, param);
-    if (!segment.grad_shard.defined() || !shown.param.requires_grad()) continue;
+    if (!segment.grad_shard.defined()) continue;
+    // One that was frozen since then may have got a gradient before.
+    if (!shown.param.requires_grad() &&
+        (fills_unused || !is_trainable(unit, segment))) {
+      continue;
+    }
     if (!shown.param.grad().defined() &&
         fsdp_unit_is_unused(unit.core, static_cast<int64_t>(i))) {
       continue;

@@ -203,6 +203,7 @@ struct GradPlace {
   at::Tensor *holder;
   Segment *segment;
   Param *param;  // nullptr: the holder is the segment's flat parameter
+  bool had_grad = false;     // when this backward took it
   bool was_cleared = false;  // by who follows the unit, in this backward
 };
 

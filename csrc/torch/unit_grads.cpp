@@ -139,11 +139,11 @@ at::Tensor partial_grad(Unit &unit, const GradPlace &place, void *data) {
 }
 
 // A rank that holds nothing of a parameter has no gradient of it, unless that
-// is a DTensor, nor has a parameter that was frozen after wrapping.
+// is a DTensor, nor has a parameter that was frozen before it got one.
 bool has_sharded_piece(const Unit &unit, const GradPlace &place) {
   return place.param == nullptr ||
          ((unit.is_by_rows || place.param->local_numel() > 0) &&
-          place.holder->requires_grad());
+          (place.holder->requires_grad() || place.had_grad));
 }
 
 // Taking ----------------------------------------------------------------------
@@ -239,7 +239,8 @@ fsdp_status take_grads(void * /*context*/, void *owner, bool unsharded_live,
     grad_places(unit);
     for (GradPlace &place : unit.grad_places) {
       place.was_cleared = false;
-      if (take_one_grad(unit, place)) {
+      place.had_grad = take_one_grad(unit, place);
+      if (place.had_grad) {
         any = true;
       } else {
         cleared.push_back(&place);

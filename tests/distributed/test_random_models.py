@@ -25,6 +25,7 @@ from helpers.random_programs import (
     BRANCHES,
     DTYPE,
     EVENTS_AFTER,
+    EVENTS_INSIDE,
     LEAVES,
     MODES,
     PRECISIONS,
@@ -108,6 +109,7 @@ class _Run:
             tolerance=program.tolerance,
         )
         self.both = (self.differential.model, self.differential.reference)
+        self.num_freezes = 0
         # Ranks of one tensor parallel group have the same batch.
         self.differential.world_size = num_dp
         self.differential.rank = dist.get_rank() // (num_tp or 1)
@@ -141,7 +143,9 @@ class _Run:
                 self.happen(step.between or "")
             is_last = index == step.num_micro_batches - 1
             with contextlib.nullcontext() if is_last else self.no_sync(step.mode):
-                differential.forward_backward(step.num_forwards)
+                differential.forward_backward(
+                    step.num_forwards, lambda: self.happen(step.inside or "")
+                )
         differential.check()
         if step.clips is not None:
             differential.clip(*step.clips)
@@ -186,11 +190,48 @@ class _Run:
             self.write_summoned()
         elif event == "summon_grads":
             self.summon_grads()
+        elif event == "reference":
+            self.run_frozen()
+        elif event == "freeze":
+            self.freeze()
+        elif event == "move":
+            self.move()
         elif event == "write":
             with torch.no_grad():
                 for model in self.both:
                     for param in model.parameters():
                         param.mul_(0.97)
+
+    def run_frozen(self) -> None:
+        """Run a forward without gradients while all parameters are frozen, or some.
+
+        So do methods with a reference model that is the model without adapters.
+        """
+        params = list(self.differential.model.parameters())
+        trained = [param for param in params if param.requires_grad]
+        for param in trained[:: self.program.seed % 2 + 1]:
+            param.requires_grad_(False)
+        self.differential.evaluate()
+        for param in trained:
+            param.requires_grad_(True)
+
+    def freeze(self) -> None:
+        """Freeze or thaw one node; gradients stay where they are."""
+        if not self.program.use_orig_params or "toggle" in left_out():
+            return
+        self.num_freezes += 1
+        for model in self.both:
+            nodes = [m for m in model.modules() if isinstance(m, Node)]
+            for param in nodes[self.num_freezes * 7 % len(nodes)].own_params():
+                param.requires_grad_(not param.requires_grad)
+
+    def move(self) -> None:
+        """Put shards and gradients into memory that other processes may have."""
+        for index, param in enumerate(self.differential.model.parameters()):
+            if (index + self.program.seed) % 3 == 0:
+                param.detach().share_memory_()
+            if (index + self.program.seed) % 3 == 1 and param.grad is not None:
+                param.grad.share_memory_()
 
     def round_trip(self) -> None:
         """Save, compare, change and load the full state dict."""
@@ -286,6 +327,7 @@ def test_programs_cover_everything() -> None:
     assert {step.mode for step in steps} == set(MODES) - left_out()
     events = {event for step in steps for event in (*step.after, step.between)}
     assert events - {"", None} == set(EVENTS_AFTER) - left_out()
+    assert {step.inside for step in steps} - {None} == set(EVENTS_INSIDE) - left_out()
     assert {p.world_size for p in programs} == set(WORLD_SIZES)
     assert {p.world_size for p in programs if p.dim > 13} == set(WORLD_SIZES)
     if not left_out():

@@ -37,9 +37,19 @@ LEAVES = (
 )
 BRANCHES = ("seq", "residual", "parallel", "twice", "packed", "never", "checkpoint")
 MODES = ("sync", "no_sync", "sharded_no_sync", "accumulate")
-EVENTS = ("evaluate", "lost_forward", "state_dict", "summon", "write")
-# With gradients of all ranks, so only after a step.
-EVENTS_AFTER = (*EVENTS, "summon_grads")
+EVENTS = (
+    "evaluate",
+    "lost_forward",
+    "state_dict",
+    "summon",
+    "write",
+    "reference",
+    "move",
+)
+# With gradients of all ranks, or no others: only after a step.
+EVENTS_AFTER = (*EVENTS, "summon_grads", "freeze")
+# Between a forward and its backward.
+EVENTS_INSIDE = ("reference", "move", "evaluate")
 PRECISIONS = ("none", "param", "reduce", "both")
 
 
@@ -107,6 +117,8 @@ class Step:
     """(max_norm, norm_type)."""
     toggled: int | None
     """The node whose parameters are frozen in this step."""
+    inside: str | None
+    """What happens between the forward and the backward of a micro batch."""
     between: str | None
     """What happens between two micro batches."""
     after: tuple[str, ...]
@@ -202,6 +214,7 @@ class _Drawer:
             set_to_none=toggles or self.chance(0.7),
             clips=(max_norm, norm_type) if self.chance(0.4, "clip") else None,
             toggled=self.rng.randrange(1 << 16) if toggles else None,
+            inside=self.choice(*EVENTS_INSIDE, None) if self.chance(0.3) else None,
             between=self.choice(*EVENTS, None) if self.chance(0.3) else None,
             after=tuple(self.choice(*EVENTS_AFTER, "") for _ in range(num_events)),
         )

@@ -67,6 +67,8 @@ INSIDE = (
     "reshard",
     "unshard",
     "lost_forward",
+    "reference",
+    "move",
 )
 BETWEEN = (
     "nothing",
@@ -82,6 +84,9 @@ BETWEEN = (
     "reshard",
     "write",
     "toggle",
+    "freeze",
+    "reference",
+    "move",
     "convert",
     "set_reshards",
     "prefetch",
@@ -233,7 +238,7 @@ def _draw_step(rng: random.Random, mesh: tuple[int, ...], toggles: bool) -> RowS
         # Not inf: torch has no such norm of a rank's empty part.
         norm_type = rng.choice([1.0, 2.0, 2.0, 3.0])
         clips = (10 ** rng.uniform(-2, 1), norm_type)
-    between = [each for each in BETWEEN if each != "toggle" or toggles]
+    between = [e for e in BETWEEN if toggles or e not in ("toggle", "freeze")]
     return RowStep(
         sync=sync,
         num_micro_batches=rng.choice([1, 1, 2]) if sync == "all" else rng.randint(2, 3),

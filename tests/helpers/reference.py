@@ -402,9 +402,16 @@ class Differential:
         """Compare a loss of this rank."""
         assert_same("loss", loss.detach(), expected, self.tolerance)
 
-    def forward_backward(self, num_forwards: int = 1) -> None:
-        """Run ``num_forwards`` forwards, then one backward of their sum."""
+    def forward_backward(
+        self, num_forwards: int = 1, inside: Callable[[], object] | None = None
+    ) -> None:
+        """Run ``num_forwards`` forwards, then one backward of their sum.
+
+        Between them, ``inside``.
+        """
         losses = [self.forward() for _ in range(num_forwards)]
+        if inside is not None:
+            inside()
         torch.stack([mean for mean, _ in losses]).sum().backward()
         torch.stack([mine for _, mine in losses]).sum().backward()
 

@@ -400,9 +400,38 @@ class RowRun(Differential):
                 param.mul_(0.9)
                 self.sharded[name].mul_(0.9)
 
+    def on_reference(self) -> None:
+        """Run a forward without gradients while all parameters are frozen, or some.
+
+        So do methods with a reference model that is the model without adapters.
+        """
+        trained = [p for p in self.sharded.values() if p.requires_grad]
+        frozen = [p for p in trained if self.rng.random() < 0.7]
+        for param in frozen:
+            param.requires_grad_(False)
+        self.evaluate()
+        for param in frozen:
+            param.requires_grad_(True)
+
+    def on_move(self) -> None:
+        """Put shards and gradients into memory that other processes may have."""
+        for param in self.sharded.values():
+            if isinstance(param, DTensor) and self.rng.random() < 0.3:
+                param.to_local().detach().share_memory_()
+            if isinstance(param.grad, DTensor) and self.rng.random() < 0.3:
+                param.grad.to_local().share_memory_()
+
+    def on_freeze(self) -> None:
+        """Freeze or thaw some parameters; gradients stay where they are."""
+        self.toggle()
+
     def on_toggle(self) -> None:
         """Freeze or thaw some parameters, without old gradients."""
         self.zero_grad(set_to_none=True)
+        self.toggle()
+
+    def toggle(self) -> None:
+        """Turn requires_grad of some parameters round."""
         names = [name for name, _ in self.reference.named_parameters()]
         chosen = {name for name in names if self.rng.random() < 0.3}
         for prefix, part in self.reference.named_modules():
