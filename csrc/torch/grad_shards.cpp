@@ -77,6 +77,30 @@ void ensure_grad_shard(Unit &unit, Segment &segment, bool is_replaced) {
   if (!is_replaced) segment.grad_shard.zero_();
 }
 
+bool is_grad_shard_held(const Unit &unit, const Segment &segment) {
+  const c10::StorageImpl *storage = storage_of(segment.grad_shard);
+  size_t num_own = 0;
+  const auto count = [&](const at::Tensor &tensor) {
+    if (tensor.defined() && is_over(tensor, storage)) num_own++;
+  };
+  for (const Segment &each : unit.segments) {
+    count(each.grad_shard);
+    count(each.next_grad);
+  }
+  for (const Param &param : unit.params) {
+    count(param.grad);
+    count(param.sharded_param.grad_local);
+  }
+  return segment.grad_shard.storage().use_count() > num_own;
+}
+
+void renew_grad_shard(const Unit &unit, Segment &segment) {
+  const at::Tensor old = segment.grad_shard;
+  segment.grad_shard =
+      empty_grads(unit, segment.grad, segment.layout->shard_numel);
+  segment.grad_shard.copy_(old);
+}
+
 void drop_grad_shards(Unit &unit) {
   for (Segment &segment : unit.segments) {
     segment.next_grad = at::Tensor();

@@ -170,6 +170,10 @@ at::Tensor local_grad(Unit &unit, size_t index, const at::Tensor &grad) {
   return THPVariable_Unpack(local.ptr());
 }
 
+bool is_sharded_grad_held(const Param &param) {
+  return param.sharded_param.grad.defined() && is_held(param.sharded_param);
+}
+
 bool take_sharded_grad(Unit &unit, Param &param) {
   ShardedParam &shown = param.sharded_param;
   const at::Tensor &grad = shown.param.grad();
@@ -211,9 +215,12 @@ void show_sharded_grads(Unit &unit) {
         fsdp_unit_is_unused(unit.core, static_cast<int64_t>(i))) {
       continue;
     }
-    if (!shown.grad.defined()) {
+    const bool moved =
+        shown.grad.defined() &&
+        !is_over(shown.grad_local, storage_of(segment.grad_shard));
+    if (!shown.grad.defined() || (moved && is_held(shown))) {
       make_grad(unit, param, static_cast<int64_t>(i));
-    } else if (!is_over(shown.grad_local, storage_of(segment.grad_shard))) {
+    } else if (moved) {
       show_at(shown.grad_local,
               segment.grad_shard.storage().getWeakStorageImpl().lock(),
               segment.grad_shard.storage_offset() + param.in_shard.begin);

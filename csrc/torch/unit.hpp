@@ -330,6 +330,11 @@ Unit &unit_of(void *owner);
 // grad_shards.cpp: makes the segment's sharded gradient if there is none:
 // zeros, unless the next work on it replaces all of them.
 void ensure_grad_shard(Unit &unit, Segment &segment, bool is_replaced);
+// Whether anybody has a tensor over its memory that is none of ours; of ours,
+// ask their own counts.
+bool is_grad_shard_held(const Unit &unit, const Segment &segment);
+// Moves it to new memory, with its values: who holds the old one keeps it.
+void renew_grad_shard(const Unit &unit, Segment &segment);
 // Lets go of the unit's.
 void drop_grad_shards(Unit &unit);
 
@@ -390,6 +395,8 @@ std::vector<int64_t> local_sizes(const Unit &unit, const Param &param);
 // Whether the sharded parameter has a gradient, which is in the shard then.
 bool take_sharded_grad(Unit &unit, Param &param);
 void free_sharded_grad(Unit &unit, Param &param);
+// Whether it has one that somebody else holds, or that a parameter shows.
+bool is_sharded_grad_held(const Param &param);
 // Shows the reduced gradients of the unit; not with the engine's lock.
 void show_sharded_grads(Unit &unit);
 // Brings what the user wrote elsewhere into the shard. Whether there was any.

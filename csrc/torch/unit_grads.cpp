@@ -179,7 +179,18 @@ bool take_one_grad(Unit &unit, const GradPlace &place) {
   return true;
 }
 
+// Whether the user kept the sharded gradient that was cleared at the place.
+bool is_kept(Unit &unit, const GradPlace &place) {
+  const Segment &segment = *place.segment;
+  if (!segment.grad_shard.defined()) return false;
+  if (is_grad_shard_held(unit, segment)) return true;
+  if (place.param == nullptr) return segment.grad_shard.use_count() > 1;
+  if (unit.is_by_rows) return is_sharded_grad_held(*place.param);
+  return place.param->grad.defined() && place.param->grad.use_count() > 1;
+}
+
 void zero_taken_grad(Unit &unit, const GradPlace &place, void *unsharded) {
+  if (is_kept(unit, place)) renew_grad_shard(unit, *place.segment);
   const at::Tensor sharded = sharded_grad(unit, place);
   if (sharded.defined()) sharded.zero_();
   if (unsharded != nullptr) unsharded_grad(unit, place, unsharded).zero_();
