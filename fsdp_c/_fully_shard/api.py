@@ -205,7 +205,14 @@ def _make_groups(
         data = making.arguments.data
         for param, cut in making.params.items():
             making.sharded.append(
-                shard_param(param, cut, data.shard_rank, data.num_shards, storage)
+                shard_param(
+                    found[param][0][2],
+                    param,
+                    cut,
+                    data.shard_rank,
+                    data.num_shards,
+                    storage,
+                )
             )
     groups = []
     for making in makings.values():

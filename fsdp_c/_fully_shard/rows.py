@@ -16,11 +16,37 @@ from fsdp_c._units.device import note_use
 
 def own_rows(param: Tensor, dim: int, rank: int, world_size: int) -> Tensor:
     """Return a contiguous copy of what torch.chunk along ``dim`` gives ``rank``."""
+    if is_traceable_wrapper_subclass(param):
+        return _own_rows_of_wrapper(param.detach(), dim, rank, world_size)
     size = param.size(dim)
     rows = -(-size // world_size)
     begin = min(rank * rows, size)
     part = param.detach().narrow(dim, begin, min(rows, size - begin))
     return part.clone(memory_format=torch.contiguous_format)
+
+
+def _own_rows_of_wrapper(
+    param: Tensor, dim: int, rank: int, world_size: int
+) -> Tensor:
+    """Cut a tensor that wraps others with the operators that torch's FSDP2 uses.
+
+    Its class implements only some operators, those of ``_init_sharded_param`` in
+    ``torch/distributed/fsdp/_fully_shard/_fsdp_param.py`` (torch 2.13) among them.
+    """
+    size = param.size(dim)
+    rows = -(-size // world_size)
+    chunks = param.chunk(world_size, dim)
+    sizes = [chunk.size(dim) for chunk in chunks]
+    if sizes != [min(rows, size - begin) for begin in range(0, size, rows)]:
+        raise ValueError(f"its class cuts {size} rows into {sizes}")
+    padded = param.new_zeros(chunks[0].size())
+    if rank >= len(chunks):
+        return padded.narrow(dim, 0, 0)
+    own = padded.narrow(dim, 0, sizes[rank])
+    if type(own) is not type(param):
+        raise ValueError("aten.new_zeros and aten.slice do not return its class")
+    own.copy_(chunks[rank])
+    return own
 
 
 def part_of(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
@@ -35,14 +61,32 @@ def part_of(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) ->
 
 
 def shard_param(
-    param: nn.Parameter, cut: Cut, rank: int, world_size: int, device: torch.device
+    name: str,
+    param: nn.Parameter,
+    cut: Cut,
+    rank: int,
+    world_size: int,
+    device: torch.device,
 ) -> nn.Parameter:
     """Return this rank's rows of ``param`` as a parameter, with its attributes.
 
     Only the rows are moved to ``device``; on the meta device they stay there.
+
+    Raises:
+        ValueError: ``param`` wraps other tensors, and its class cannot be cut so.
     """
     whole = local_of(param) if isinstance(param, DTensor) else param
-    local = own_rows(whole, cut.dim, rank, world_size)
+    try:
+        local = own_rows(whole, cut.dim, rank, world_size)
+    except Exception as error:
+        if not is_traceable_wrapper_subclass(whole):
+            raise
+        raise ValueError(
+            f"parameter {name!r} of shape {tuple(whole.shape)} is a "
+            f"{type(whole).__name__}, which {world_size} ranks cannot cut along "
+            f"dimension {cut.dim}: {error!s:.300}. Use a number of ranks that divides "
+            "its rows into whole blocks, or list it in ignored_params"
+        ) from error
     if not local.is_meta:
         local = local.to(device)
     dtensor = as_dtensor(local, param.shape, cut.mesh, cut.placements)

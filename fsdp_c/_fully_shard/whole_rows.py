@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp_c._native import Placement
 from fsdp_c._state.exchange import Move, exchange_in
 from fsdp_c._units.batches import in_batches
-from fsdp_c._units.cuts import local_of, with_memory
+from fsdp_c._units.cuts import has_values, local_of, with_memory
 
 # Of whole tensors in one exchange, unless one is larger.
 _BATCH_NBYTES = 256 * 1024 * 1024
@@ -76,6 +76,8 @@ def _group_of_rows(value: Any) -> ProcessGroup | None:
     placement = value.placements[cutting[0]]
     if type(placement) is not Shard or placement.dim != 0:
         return None
+    if not has_values(local_of(value)):
+        return None  # torch gathers what it wraps
     return value.device_mesh.get_group(cutting[0])
 
 

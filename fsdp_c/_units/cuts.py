@@ -162,8 +162,36 @@ def with_memory(tensor: Tensor) -> Tensor:
 
     So do the weights of torchao's float8; such a tensor has no memory of its own.
     """
-    if not is_traceable_wrapper_subclass(tensor):
-        return tensor
+    return copied_values(tensor) if is_traceable_wrapper_subclass(tensor) else tensor
+
+
+def copied_values(tensor: Tensor) -> Tensor:
+    """Return the values of a tensor of any class in a plain one.
+
+    Raises:
+        Exception: Its class does not implement ``copy_`` into a plain tensor.
+    """
     plain = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    plain.copy_(tensor.detach())
+    with torch.no_grad():
+        plain.copy_(tensor.detach())
     return plain
+
+
+# Of classes of tensors: whether their values can be copied.
+_with_values: dict[type, bool] = {Tensor: True, nn.Parameter: True}
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether :func:`copied_values` can be; it is tried once for each class.
+
+    torchao's NF4Tensor cannot, as others that implement only what they need.
+    """
+    cls = type(tensor)
+    if cls not in _with_values:
+        try:
+            copied_values(tensor)
+        except Exception:
+            _with_values[cls] = False
+        else:
+            _with_values[cls] = True
+    return _with_values[cls]

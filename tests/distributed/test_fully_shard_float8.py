@@ -32,7 +32,12 @@ aten: Any = torch.ops.aten
 _KEPT = {
     getattr(aten, name).default
     for name in ("detach", "clone", "view", "empty_like", "copy_", "as_strided")
-} | {aten.slice.Tensor, aten._to_copy.default}
+} | {
+    aten.slice.Tensor,
+    aten.split.Tensor,
+    aten.new_zeros.default,
+    aten._to_copy.default,
+}
 
 
 class Float8Weight(Tensor):
@@ -57,7 +62,9 @@ class Float8Weight(Tensor):
     ) -> Any:
         plain = _pytree.tree_map_only(cls, lambda x: x.master, (args, kwargs or {}))
         result = function(*plain[0], **plain[1])
-        return cls(result) if function in _KEPT else result
+        if function not in _KEPT:
+            return result
+        return _pytree.tree_map_only(Tensor, cls, result)
 
     def __tensor_flatten__(self) -> Any:
         return ["master"], None
