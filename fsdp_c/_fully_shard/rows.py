@@ -25,9 +25,7 @@ def own_rows(param: Tensor, dim: int, rank: int, world_size: int) -> Tensor:
     return part.clone(memory_format=torch.contiguous_format)
 
 
-def _own_rows_of_wrapper(
-    param: Tensor, dim: int, rank: int, world_size: int
-) -> Tensor:
+def _own_rows_of_wrapper(param: Tensor, dim: int, rank: int, world_size: int) -> Tensor:
     """Cut a tensor that wraps others with the operators that torch's FSDP2 uses.
 
     Its class implements only some operators, those of ``_init_sharded_param`` in

@@ -145,6 +145,11 @@ class ParamPart:
         """
         return self.param if self.param.is_contiguous() else None
 
+    @property
+    def opaque(self) -> Tensor | None:
+        """What this rank has of it, if its class has no values; see has_values()."""
+        return None
+
     def put(self, values: Tensor) -> None:
         """Copy 1-D values of this rank's part into place."""
         with torch.no_grad():
@@ -157,6 +162,10 @@ class ParamPart:
                 self.param.copy_(whole)
             elif self.part_numel > 0:
                 self.values().copy_(whole.reshape(-1)[self.begin : self.end])
+
+    def part_of_local(self, values: Tensor) -> Tensor:
+        """Return :meth:`part_in` of what this rank has of ``values``."""
+        return self.part_in(values)
 
     def part_in(self, values: Tensor) -> Tensor:
         """Return this rank's part of ``values``, 1-D, a view if it can be.

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_c._state.optim.states import OptimStates, ParamState
+from fsdp_c._state.optim.classes import describe_state, refusal
+from fsdp_c._state.optim.states import OptimStates, ParamState, give_values
 from fsdp_c._state.optim.states import collect as collect_states
 from fsdp_c._state.parts import ParamPart
 from fsdp_c.checkpoint._contents import (
@@ -25,6 +26,7 @@ from fsdp_c.checkpoint._random_states import random_states
 from fsdp_c.checkpoint._rank_entry import model_key, state_key
 from fsdp_c.checkpoint._ranks import Ranks
 from fsdp_c.checkpoint._row_parts import RowPart, parts_in
+from fsdp_c.checkpoint._special import make_record
 
 
 @dataclass
@@ -37,6 +39,7 @@ class Collected:
         states: What the optimizer holds for the parameters of ``items``.
         random_states: Encoded.
         rank_extra: Encoded.
+        special: Records of tensors of classes of their own, by key.
         manifest: Of rank 0 only; its states are those of rank 0.
         units: How the units are sharded.
     """
@@ -46,6 +49,7 @@ class Collected:
     states: dict[str, StateSpec] = field(default_factory=dict)
     random_states: Any = None
     rank_extra: Any = None
+    special: dict[str, Any] = field(default_factory=dict)
     manifest: Manifest | None = None
     units: tuple[UnitSpec, ...] = ()
 
@@ -54,6 +58,17 @@ class Collected:
         key = f"plain/{len(self.items)}"
         self.items.append(FileItem(key, 0, tensor.detach()))
         return key
+
+    def put_special(self, key: str, what: str, tensor: Tensor) -> None:
+        """Add a tensor of a class of its own.
+
+        Raises:
+            TypeError: Its class does not say what it wraps.
+        """
+        record = make_record(tensor, what, self.put_tensor)
+        if record is None:
+            raise TypeError(refusal(what, tensor))
+        self.special[key] = record
 
     def to_host(self) -> None:
         """Copy all tensors to memory of their own on the host."""
@@ -90,6 +105,9 @@ def collect(
         joins = isinstance(place, (RowPart, ParallelPart)) and place.communicates
         if name not in mine and not joins:
             continue
+        if place.opaque is not None:
+            collected.put_special(model_key(name), f"parameter {name!r}", place.opaque)
+            continue
         part = place.values()
         if name not in mine:
             continue
@@ -104,9 +122,10 @@ def collect(
     states = None
     if optim is not None:
         states = collect_states(model, optim, parts=parts_in(model))
+        give_values(optim, states.states, lambda state: _is_mixed(contents, state))
         for name, state in with_rows(states.states, contents.places, ranks).items():
             if name in mine and state.has_state:
-                _add_state(collected, name, state)
+                _add_state(collected, optim, name, state)
     if with_random_states:
         collected.random_states = encode(
             random_states(), "random states", collected.put_tensor
@@ -118,6 +137,16 @@ def collect(
             collected, contents, ranks, optim, states, scheduler, extra
         )
     return collected
+
+
+def _is_mixed(contents: Contents, state: ParamState) -> bool:
+    """Whether what is saved of a parameter is not what the optimizer's state is of."""
+    place = contents.places[state.part.fqn]
+    return (
+        place.is_flat
+        or isinstance(place, ParallelPart)
+        or (isinstance(place, RowPart) and place.communicates)
+    )
 
 
 def _saved_here(
@@ -136,15 +165,22 @@ def _saved_here(
     return mine
 
 
-def _add_state(collected: Collected, name: str, state: ParamState) -> None:
+def _add_state(
+    collected: Collected, optim: torch.optim.Optimizer, name: str, state: ParamState
+) -> None:
     where = f"optimizer state of {name!r}"
     collected.states[name] = StateSpec(
         {
             key: dtype_name(value.dtype, f"{where}, {key!r},")
-            for key, value in state.sharded.items()
+            for key, value in sorted({**state.special, **state.sharded}.items())
         },
         tuple(state.plain),
+        tuple(state.special),
     )
+    for key, special in state.special.items():
+        if key not in state.sharded:
+            what = describe_state(optim, key, name)
+            collected.put_special(state_key(name, key), what, special)
     for key, value in state.sharded.items():
         item = FileItem(state_key(name, key), state.part.begin, value)
         collected.items.append(item)
@@ -210,7 +246,10 @@ def merge_states(
     problems = []
     for states in states_of_rank:
         for name, state in states.items():
-            if merged.setdefault(name, state) != state:
+            known = merged.setdefault(name, state)
+            special = dict.fromkeys((*known.special, *state.special))
+            merged[name] = replace(known, special=tuple(special))
+            if replace(known, special=()) != replace(state, special=()):
                 problems.append(
                     f"the ranks hold different optimizer state for {name!r}: "
                     f"{merged[name]} and {state}"

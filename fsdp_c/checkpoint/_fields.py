@@ -26,6 +26,9 @@ class Fields:
         self._members = dict(value)
         self._where = where
 
+    def __contains__(self, key: str) -> bool:
+        return key in self._members
+
     def any(self, key: str) -> Any:
         """Take the member ``key``, whatever it is."""
         if key not in self._members:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp_c._state.optim.classes import StateClasses, describe_state
 from fsdp_c._state.optim.groups import groups_for_optimizer
 from fsdp_c._state.optim.keys import ParamKeys, keys_of_optimizer, uses_names
 from fsdp_c._state.optim.states import ParamState, assemble
@@ -20,6 +21,7 @@ from fsdp_c.checkpoint._plain import decode, tensor_keys
 from fsdp_c.checkpoint._plan import Plain, Target, find_plain, plan_target
 from fsdp_c.checkpoint._row_parts import parts_in
 from fsdp_c.checkpoint._source import Source
+from fsdp_c.checkpoint._special import SpecialState
 
 
 class OptimLoad:
@@ -51,6 +53,7 @@ class OptimLoad:
         }
         self._states: dict[str, ParamState] = {}
         self._plain: dict[str, Plain] = {}
+        self._special: dict[tuple[str, str], SpecialState] = {}
         self._flat_states: dict[tuple[nn.Parameter, str, torch.dtype], Tensor] = {}
         self._groups: list[dict[str, Any]] = []
         self._others: Any = {}
@@ -115,6 +118,9 @@ class OptimLoad:
             return
         state = self._states[fqn] = ParamState(place, has_state=True)
         for key, name in state_spec.sharded.items():
+            if key in state_spec.special:
+                self._plan_special(fqn, spec, key, name)
+                continue
             tensor = current.sharded.get(key)
             if (
                 tensor is None
@@ -141,6 +147,22 @@ class OptimLoad:
                 for key in tensor_keys(plain.values):
                     plain.rank.want_tensor(key)
 
+    def _plan_special(
+        self, fqn: str, spec: ParamSpec | WholeSpec, key: str, dtype: str
+    ) -> None:
+        place = self._current[fqn].part
+        empty = torch.empty(0)
+        names, begin, end = place.names, place.begin, place.end
+        what = describe_state(self._optim, key, fqn)
+        target = Target(what, names, spec.shape, begin, end, empty)
+
+        def make() -> Tensor:
+            return self._new_state(place, key, dtype_named(dtype))
+
+        special = SpecialState.plan(self._source, target, spec, dtype, key, place, make)
+        self._special[fqn, key] = special
+        self._states[fqn].sharded[key] = special.values
+
     def _new_state(self, place: ParamPart, key: str, dtype: torch.dtype) -> Tensor:
         """Return memory for a part; parts of a flat parameter lie in one tensor."""
         param = place.param
@@ -166,6 +188,7 @@ class OptimLoad:
                 key: _on_device(decode(value, plain.rank.tensor), device_of[fqn], key)
                 for key, value in plain.values.items()
             }
+        self._prepare_special()
         self._complete_flat_params()
         first = self._source.rank(0)
         assert first is not None  # it was read, or there would be a problem
@@ -179,6 +202,13 @@ class OptimLoad:
         if not isinstance(self._others, dict):
             raise ValueError("the optimizer's other state is damaged")
         self._try()
+
+    def _prepare_special(self) -> None:
+        """Make the states of classes of their own that need no values to be read."""
+        classes = StateClasses(self._optim)
+        for (fqn, key), special in self._special.items():
+            special.prepare(describe_state(self._optim, key, fqn), classes)
+            self._states[fqn].sharded[key] = special.values
 
     def _add_missing(self) -> None:
         """Add parameters that the checkpoint lacks to the saved form of their group."""
@@ -271,6 +301,11 @@ class OptimLoad:
         states = {key: dict(state) for key, state in state_dict["state"].items()}
         state_dict["state"].update(self._others)
         self._optim.load_state_dict(state_dict)
+        for (_, name), special in self._special.items():
+            param = special.part.param
+            state = states.get(keys.key_of_param[param], {})
+            if name in state:
+                self._optim.state[param][name] = special.finished(state.pop(name))
         for key, param in keys.param_of_key.items():
             loaded = self._optim.state[param] if key in states else {}
             for name, value in states.get(key, {}).items():

@@ -106,10 +106,13 @@ class StateSpec:
     Attributes:
         sharded: Dtype names of its element-wise state, by key.
         plain: Keys of the other state.
+        special: Keys of the element-wise state that had a class of its own on some
+            rank; see fsdp_c.checkpoint._special.
     """
 
     sharded: dict[str, str]
     plain: tuple[str, ...]
+    special: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -169,7 +172,11 @@ class Manifest:
                 "groups": self.optim.groups,
                 "others": self.optim.others,
                 "states": {
-                    name: {"sharded": state.sharded, "plain": list(state.plain)}
+                    name: {
+                        "sharded": state.sharded,
+                        "plain": list(state.plain),
+                        **({"special": list(state.special)} if state.special else {}),
+                    }
                     for name, state in self.optim.states.items()
                 },
             }
@@ -313,7 +320,9 @@ def _state(value: Any, where: str) -> StateSpec:
     sharded = members.members("sharded", string)
     for name in sharded.values():
         dtype_named(name)
-    state = StateSpec(sharded, tuple(members.items("plain", string)))
+    plain = tuple(members.items("plain", string))
+    special = members.items("special", string) if "special" in members else ()
+    state = StateSpec(sharded, plain, tuple(special))
     members.end()
     return state
 

@@ -9,6 +9,7 @@ from fsdp_c._state.parts import ParamPart
 from fsdp_c.checkpoint._contents import Buffer, Contents
 from fsdp_c.checkpoint._memory import was_written
 from fsdp_c.checkpoint._plan import Target
+from fsdp_c.checkpoint._special import SpecialParam
 
 
 class ModelTargets:
@@ -23,7 +24,13 @@ class ModelTargets:
 
     def _of_place(self, place: ParamPart) -> Target:
         memory = place.memory
-        if memory is not None:
+        opaque = place.opaque
+        special = None
+        if opaque is not None:
+            special = SpecialParam(opaque)
+            part = torch.empty(0, dtype=place.param.dtype)
+            self._finish.append(special.finish)
+        elif memory is not None:
             part = place.values()
             self._finish.append(lambda: was_written(memory))
         else:
@@ -38,6 +45,7 @@ class ModelTargets:
             place.begin,
             place.end,
             part,
+            special,
         )
 
     def _of_buffer(self, buffer: Buffer) -> Target:

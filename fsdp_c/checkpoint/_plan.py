@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -27,6 +27,7 @@ class Target:
         begin: First element.
         end: One past the last element.
         tensor: 1-D, ``end - begin`` elements.
+        special: In its place, a parameter of a class without values.
     """
 
     what: str
@@ -35,6 +36,15 @@ class Target:
     begin: int
     end: int
     tensor: Tensor
+    special: "Special | None" = None
+
+
+class Special(Protocol):
+    """What plans its own reads; see fsdp_c.checkpoint._special."""
+
+    def plan(
+        self, source: Source, target: Target, spec: ParamSpec | WholeSpec
+    ) -> None: ...
 
 
 def plan_parameters(
@@ -58,7 +68,11 @@ def plan_parameters(
             missing.append(target.names[0])
             continue
         spec = next(iter(found.values()))
-        if _fits(target, found, source.problems):
+        if not _fits(target, found, source.problems):
+            continue
+        if target.special is not None:
+            target.special.plan(source, target, spec)
+        else:
             plan_target(source, target, spec)
     manifest = source.manifest
     names = [unit.params[index].name for unit, index in manifest.params()]
@@ -137,6 +151,13 @@ def find_parts(
             source.problems.append(f"{what} is lost with the entry of rank {held.rank}")
             continue
         piece = rank.entry.pieces.get(key)
+        if piece is None and key in rank.entry.special:
+            source.problems.append(
+                f"rank {held.rank} saved {what} as a "
+                f"{rank.entry.special[key]['class']}: only load() can read it, into "
+                "the class that saved it"
+            )
+            continue
         if (
             piece is None
             or (piece.begin, piece.end) != (held.part_begin, held.part_end)

@@ -6,7 +6,7 @@ from typing import Any
 from fsdp_c.checkpoint import _documents
 from fsdp_c.checkpoint._checksums import BLOCK_NBYTES, num_blocks
 from fsdp_c.checkpoint._dtypes import dtype_named
-from fsdp_c.checkpoint._fields import Fields, string
+from fsdp_c.checkpoint._fields import Fields, integer, string
 from fsdp_c.checkpoint._safetensors import FileTensor
 
 FORMAT = "fsdp_c.checkpoint.rank"
@@ -50,6 +50,8 @@ class RankEntry:
     """By key."""
     plain: dict[str, Any] = field(default_factory=dict)
     """Encoded optimizer state that is not element-wise, by parameter."""
+    special: dict[str, Any] = field(default_factory=dict)
+    """Records of tensors of classes of their own, by the keys that pieces have."""
     random_states: Any = None
     """Encoded."""
     rank_extra: Any = None
@@ -75,6 +77,7 @@ class RankEntry:
                     for key, piece in self.pieces.items()
                 },
                 "plain": self.plain,
+                **({"special": self.special} if self.special else {}),
                 "random_states": self.random_states,
                 "rank_extra": self.rank_extra,
             }
@@ -130,6 +133,7 @@ def parse_rank_entry(data: bytes, *, save_id: str, rank: int) -> RankEntry:
             for key, value in top.members("pieces", lambda v, _: v).items()
         },
         plain=top.members("plain", _plain_of_param),
+        special=top.members("special", _special) if "special" in top else {},
         random_states=top.any("random_states"),
         rank_extra=top.any("rank_extra"),
     )
@@ -143,6 +147,18 @@ def _plain_of_param(value: Any, where: str) -> Any:
     for key in value:
         string(key, where)
     return value
+
+
+def _special(value: Any, where: str) -> dict[str, Any]:
+    fields = Fields(value, where)
+    record = {
+        "class": fields.string("class"),
+        "shape": fields.items("shape", integer),
+        "tensors": fields.members("tensors", lambda v, _: v),
+        "context": fields.items("context", lambda v, _: v),
+    }
+    fields.end()
+    return record
 
 
 def _piece(key: str, value: Any, nbytes: int) -> Piece:

@@ -24,7 +24,7 @@ from fsdp_c._fully_shard.rows import part_of
 from fsdp_c._state.parts import ParamPart, Spread, find_parts, whole_part
 from fsdp_c._state.sharded_tensors import rows_of
 from fsdp_c._units.base import sharded_modules
-from fsdp_c._units.cuts import Cut, as_dtensor, local_of, with_memory
+from fsdp_c._units.cuts import Cut, as_dtensor, has_values, local_of, with_memory
 from fsdp_c._units.names import clean_name
 
 
@@ -89,6 +89,11 @@ class RowPart(ParamPart):
         begin, end = self._own_rows
         return tensor[begin:end].reshape(-1)
 
+    def part_of_local(self, values: Tensor) -> Tensor:
+        """Return :meth:`part_in` of the DTensor of which this rank has ``values``."""
+        cut = self._cut
+        return self.part_in(as_dtensor(values, self.shape, cut.mesh, cut.placements))
+
     def values(self) -> Tensor:
         """Return this rank's part, 1-D, without gradient; a view where it can be."""
         return self.part_in(self.param.detach())
@@ -113,6 +118,12 @@ class RowPart(ParamPart):
         if not self._is_rows or is_traceable_wrapper_subclass(local):
             return None
         return local if local.is_contiguous() else None
+
+    @property
+    def opaque(self) -> Tensor | None:
+        """The local tensor, if its class has no values; see has_values()."""
+        local = local_of(self.param)
+        return None if has_values(local) else local
 
     def put(self, values: Tensor) -> None:
         """Copy 1-D values of this rank's part into place."""

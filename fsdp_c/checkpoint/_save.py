@@ -514,6 +514,7 @@ class _Job:
             checksums=written.checksums,
             pieces=written.pieces,
             plain=collected.plain,
+            special=collected.special,
             random_states=collected.random_states,
             rank_extra=collected.rank_extra,
         )

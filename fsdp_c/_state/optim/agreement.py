@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fsdp_c._state.optim.classes import class_name
 from fsdp_c._state.optim.states import ParamState, describe, same_value
 from fsdp_c._state.parts import ParamPart
 from fsdp_c._units.failures import naming_ranks
@@ -26,6 +27,16 @@ class Scalar(NamedTuple):
 
     dtype: torch.dtype
     value: Any
+
+
+class Sharded(NamedTuple):
+    """What a rank has of a state with one value per element.
+
+    ``name`` is that of its class, if it has one of its own.
+    """
+
+    dtype: torch.dtype
+    name: str | None = None
 
 
 class PerRank(NamedTuple):
@@ -81,6 +92,8 @@ class AgreedState:
     plain: dict[str, Any] = field(default_factory=dict)
     # Those of them that differ between ranks.
     per_rank: dict[str, PerRank] = field(default_factory=dict)
+    # Of those in `sharded` that are of a class of their own on some rank, its name.
+    classes: dict[str, str] = field(default_factory=dict)
 
 
 def gather_reports(
@@ -112,7 +125,7 @@ def gather_reports(
     return [[each for _, each in reports] for reports in gathered]
 
 
-# What one rank has of a parameter: whether it is sharded, and a dtype or a plain state.
+# What one rank has of a parameter: whether it is sharded, and Sharded or a plain state.
 _Kind = dict[str, tuple[bool, Any]]
 
 
@@ -152,8 +165,13 @@ def agree(
                 state.part,
                 {key: value.dtype for key, value in state.sharded.items()},
                 {key: packed_value(value) for key, value in state.plain.items()},
+                classes=_classes(state),
             )
     return {name: agreed[name] for name in states if name in agreed}
+
+
+def _classes(state: ParamState) -> dict[str, str]:
+    return {name: class_name(value) for name, value in state.special.items()}
 
 
 def _report(states: Mapping[str, ParamState]) -> _Report:
@@ -163,7 +181,11 @@ def _report(states: Mapping[str, ParamState]) -> _Report:
     for name, state in states.items():
         kind: _Kind = {}
         if state.has_state:
-            kind.update((n, (True, value.dtype)) for n, value in state.sharded.items())
+            classes = _classes(state)
+            kind.update(
+                (n, (True, Sharded(value.dtype, classes.get(n))))
+                for n, value in state.sharded.items()
+            )
             kind.update(
                 (n, (False, packed_value(value))) for n, value in state.plain.items()
             )
@@ -239,7 +261,7 @@ def _merge(part: ParamPart, kinds: Sequence[_Kind]) -> AgreedState:
                 f"rank {other}: {describe(unpacked_value(values[other][1]))}. Save it "
                 "with StateDictType.LOCAL_STATE_DICT, which keeps each rank's own"
             )
-        dtypes = {dtype for _, dtype in values.values()}
+        dtypes = {each.dtype for _, each in values.values()}
         if len(dtypes) > 1:
             raise ValueError(
                 f"{what} has the dtypes {sorted(map(str, dtypes))} on different ranks: "
@@ -254,6 +276,9 @@ def _merge(part: ParamPart, kinds: Sequence[_Kind]) -> AgreedState:
                 )
             )
         result.sharded[name] = dtypes.pop()
+        classes = [each.name for _, each in values.values() if each.name is not None]
+        if classes:
+            result.classes[name] = classes[0]
     return result
 
 

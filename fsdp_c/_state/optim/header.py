@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fsdp_c._state.optim.agreement import PerRank, Scalar, packed_value, unpacked_value
 from fsdp_c._state.optim.local import LOCAL_PARTS
-from fsdp_c._state.optim.save import RANK_STATES, WHOLE_STATES
+from fsdp_c._state.optim.save import RANK_STATES, STATE_CLASSES, WHOLE_STATES
 from fsdp_c._state.optim.states import ParamState
 from fsdp_c._state.parts import ParamPart
 from fsdp_c._state.sharded_tensors import is_sharded, sharded_dtype, sharded_shape
@@ -34,6 +34,8 @@ class Header:
     states: dict[str, dict[str, Any]]  # by parameter: StateInfos and plain states
     param_groups: list[dict[str, Any]] | None  # None if it has none
     others: dict[Any, Any] = field(default_factory=dict)  # of no parameter
+    # By parameter: states that were of classes of their own.
+    classes: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
 def read_header(state_dict: Any, parts: Mapping[str, ParamPart]) -> Header:
@@ -70,6 +72,7 @@ def read_header(state_dict: Any, parts: Mapping[str, ParamPart]) -> Header:
     whole = state_dict.get(WHOLE_STATES, {})
     per_rank = state_dict.get(RANK_STATES, {})
     header = Header({}, None if groups is None else list(groups))
+    header.classes = dict(state_dict.get(STATE_CLASSES, {}))
     for key, value in state_dict["state"].items():
         if key in known or key in in_groups:
             if not isinstance(value, Mapping):

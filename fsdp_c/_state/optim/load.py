@@ -18,6 +18,7 @@ from fsdp_c._native import Placement
 from fsdp_c._state.exchange import ExchangeItem, Move, exchange
 from fsdp_c._state.forms import load_item
 from fsdp_c._state.optim.agreement import gather_reports
+from fsdp_c._state.optim.classes import StateClasses
 from fsdp_c._state.optim.groups import groups_for_optimizer
 from fsdp_c._state.optim.header import (
     Header,
@@ -105,10 +106,36 @@ def load(
         keys, header, wanted, groups = checked
         _take_own(wanted, state_dict)
     others = copy.deepcopy(header.others)
-    result: dict[str, Any] = {"state": {**assemble(keys, wanted), **others}}
+    states = assemble(keys, wanted)
+    _restore_classes(optim, keys, states, header)
+    result: dict[str, Any] = {"state": {**states, **others}}
     if groups is not None:
         result["param_groups"] = groups
     return result
+
+
+def _restore_classes(
+    optim: torch.optim.Optimizer | None,
+    keys: ParamKeys,
+    states: dict[Any, Any],
+    header: Header,
+) -> None:
+    """Give states the classes that ``optim`` has; Note [States of other classes]."""
+    if optim is None:
+        if header.classes:
+            name, classes = next(iter(header.classes.items()))
+            raise ValueError(
+                f"optimizer states of parameter {name!r} are of the classes {classes}: "
+                "pass the optimizer as optim, which makes them"
+            )
+        return
+    classes_of = StateClasses(optim)
+    for key, state in states.items():
+        special: dict[str, str] = {}
+        for part in keys.parts[key]:
+            for name in part.names:
+                special.update(header.classes.get(name, {}))
+        classes_of.restore(keys.param_of_key[key], state, special)
 
 
 def _localized(

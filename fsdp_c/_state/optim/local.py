@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp_c._state.optim.classes import cloned, rewrapped, special_tensor
 from fsdp_c._state.optim.keys import Key, keys_of_optimizer, renamed, uses_names
 from fsdp_c._state.optim.states import collect
 from fsdp_c._units.names import clean_name
@@ -49,11 +50,18 @@ def save_local(
 
 def _copied(state: Mapping[str, Any], device: str | None) -> dict[str, Any]:
     return {
-        name: value.detach().to(device or value.device, copy=True)
+        name: _copied_tensor(value, device or value.device)
         if isinstance(value, Tensor)
         else copy.deepcopy(value)
         for name, value in state.items()
     }
+
+
+def _copied_tensor(value: Tensor, device: str | torch.device) -> Tensor:
+    special = special_tensor(value)
+    if special is None:
+        return value.detach().to(device, copy=True)
+    return rewrapped(value, cloned(special).to(device))
 
 
 def _names(

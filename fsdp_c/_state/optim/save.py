@@ -16,7 +16,7 @@ from torch.distributed.fsdp.api import OptimStateDictConfig, ShardedOptimStateDi
 from fsdp_c._state.forms import Form, save_tensors
 from fsdp_c._state.optim.agreement import AgreedState, Scalar, agree, unpacked_value
 from fsdp_c._state.optim.keys import ParamKeys
-from fsdp_c._state.optim.states import OptimStates, collect
+from fsdp_c._state.optim.states import OptimStates, collect, give_values
 from fsdp_c._units.base import ShardedModule, sharded_modules
 
 # A top-level entry of a full or sharded optimizer state dict: names of states that
@@ -25,6 +25,9 @@ WHOLE_STATES = "whole_states"
 
 # Likewise, for states that differ between ranks: the values of all ranks, in order.
 RANK_STATES = "rank_states"
+
+# Likewise, for states of classes of their own: the names of these, by parameter.
+STATE_CLASSES = "state_classes"
 
 
 def save(
@@ -56,6 +59,7 @@ def save(
     error: Exception | None = None
     try:
         local = collect(model, optim, state_dict=state_dict, keys=keys)
+        give_values(optim, local.states)
     except Exception as caught:  # the other ranks wait for it
         error = caught
     agreed = agree(local.states, groups, error)
@@ -105,6 +109,9 @@ def _result(
                 value.value if isinstance(value, Scalar) else unpacked_value(value)
                 for value in each.values
             ]
+    classes = {name: state.classes for name, state in agreed.items() if state.classes}
+    if classes:
+        result[STATE_CLASSES] = classes
     if whole:
         result[WHOLE_STATES] = whole
     if per_rank:

@@ -6,13 +6,19 @@ each rank has its own plain state and they are normally equal. A name is one or 
 other for all parameters. Nothing here communicates.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from fsdp_c._state.optim.classes import (
+    class_name,
+    describe_state,
+    special_tensor,
+    values_of,
+)
 from fsdp_c._state.optim.groups import groups_by_name
 from fsdp_c._state.optim.keys import Key, ParamKeys, keys_of_optimizer, uses_names
 from fsdp_c._state.parts import ParamPart, find_parts
@@ -28,6 +34,9 @@ class ParamState:
     # Everything else; tensors of any shape, numbers, objects.
     plain: dict[str, Any] = field(default_factory=dict)
     has_state: bool = False  # the optimizer has any for it on this rank
+    # Those of `sharded` that are of a class of their own, as the optimizer has them;
+    # see Note [States of other classes]. Their values come with give_values().
+    special: dict[str, Tensor] = field(default_factory=dict)
 
 
 class OptimStates(NamedTuple):
@@ -78,7 +87,18 @@ def collect(
         state = states[fqn] = ParamState(part, has_state=bool(own))
         for name, value in own.items():
             # Names in `plain` do not fit other parameters.
-            if name not in plain and _fits(value, part):
+            fits = name not in plain and _fits(value, part)
+            special = special_tensor(value)
+            if special is not None:
+                if not fits:
+                    raise TypeError(
+                        f"{describe_state(optim, name, fqn)} is a "
+                        f"{class_name(special)} of shape {tuple(value.shape)}, which "
+                        "cannot be saved: it has not one value per element of the "
+                        "parameter. Use an optimizer whose state is plain tensors"
+                    )
+                state.special[name] = special
+            elif fits:
                 state.sharded[name] = part.part_in(value.detach())
             else:
                 state.plain[name] = value
@@ -88,6 +108,26 @@ def collect(
         groups_by_name(state_dict, keys),
         {k: v for k, v in given.items() if k not in keys.param_of_key},
     )
+
+
+def give_values(
+    optim: torch.optim.Optimizer,
+    states: Mapping[str, ParamState],
+    only: Callable[[ParamState], bool] = lambda _: True,
+) -> None:
+    """Let ``sharded`` have the values of what is of a class of its own.
+
+    Raises:
+        TypeError: A class has no values.
+    """
+    known: dict[int, Tensor] = {}  # parts of a flat parameter have one state
+    for fqn, state in states.items():
+        for name, special in state.special.items() if only(state) else ():
+            if id(special) not in known:
+                what = describe_state(optim, name, fqn)
+                known[id(special)] = values_of(what, special)
+            values = known[id(special)]
+            state.sharded[name] = state.part.part_of_local(values)
 
 
 def _fits(value: Any, part: ParamPart) -> bool:
