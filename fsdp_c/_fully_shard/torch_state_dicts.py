@@ -8,6 +8,7 @@
   cut along the same dimension, too.
 * It finds the names of optimizer state by the registered parameters, which are not the
   sharded ones while a module keeps its whole ones for backward.
+* Of whole tensors it makes plain ones, also where the optimizer keeps 8-bit ones.
 
 And what is slow: it gathers full state dicts tensor by tensor.
 """
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_c._fully_shard.group import group_of, groups_in
 from fsdp_c._fully_shard.rows import part_of
 from fsdp_c._fully_shard.whole_rows import with_whole_rows
+from fsdp_c._state.optim.classes import SpecialStates
 from fsdp_c._torch_compat import checkpoint_state_dict, is_strided, state_dict_utils
 from fsdp_c._units.cuts import as_dtensor
 
@@ -72,10 +74,17 @@ def correct_state_dicts() -> None:
 
     @functools.wraps(load)
     def load_flat(model: nn.Module, optims: Any, state_dict: Any, info: Any) -> Any:
-        if _is_ours(model):
-            # The loaded state itself shows whether it is flat.
-            info = replace(info, flatten_optimizer_state_dict=False)
-        return load(model, optims, state_dict, info)
+        if not _is_ours(model):
+            return load(model, optims, state_dict, info)
+        # The loaded state itself shows whether it is flat.
+        info = replace(info, flatten_optimizer_state_dict=False)
+        for optim in optims if info.handle_optim else ():
+            checkpoint._init_optim_state(optim)
+        states = [SpecialStates(optim) for optim in optims]
+        result = load(model, optims, state_dict, info)
+        for each in states:
+            each.restore()
+        return result
 
     @functools.wraps(make_full)
     def make_full_at_once(state_dict: Any, info: Any) -> Any:

@@ -8,6 +8,7 @@ from torch.distributed import fsdp as torch_fsdp
 from fsdp_c._fully_shard import api
 from fsdp_c._module.sharded_module import FullyShardedDataParallel
 from fsdp_c.integrations._import_hook import ImportHook
+from fsdp_c.integrations._optimizer_check import OptimizerCheck
 from fsdp_c.integrations._origin import comes_from_fsdp_c
 from fsdp_c.integrations._patch import Applied, Patch
 from fsdp_c.integrations._rebind import Rebinding
@@ -51,6 +52,7 @@ class Swap:
 
     def __init__(self) -> None:
         self._applied: list[Applied] = []
+        self._check = OptimizerCheck()
         self._rebindings = [
             Rebinding(getattr(torch_fsdp, ours.__name__), ours, comes_from_fsdp_c)
             for ours in EXCHANGED
@@ -73,6 +75,7 @@ class Swap:
     def undo(self) -> None:
         """Put everything back."""
         self._hook.remove()
+        self._check.remove()
         while self._applied:
             self._applied.pop().undo()
         for rebinding in self._rebindings:

@@ -186,3 +186,23 @@ class StateClasses:
             like = self.like(param, name, is_special=name in special)
             if special_tensor(like) is not None and special_tensor(value) is None:
                 state[name] = filled(like, value)
+
+
+class SpecialStates:
+    """The special states of an optimizer, for a load that does not keep classes."""
+
+    def __init__(self, optim: torch.optim.Optimizer) -> None:
+        self._optim = optim
+        self._states = [
+            (param, name, value)
+            for param, state in optim.state.items()
+            for name, value in state.items()
+            if special_tensor(value) is not None
+        ]
+
+    def restore(self) -> None:
+        """Give what was loaded since the classes that the states had."""
+        for param, name, like in self._states:
+            value = self._optim.state[param].get(name)
+            if isinstance(value, Tensor) and special_tensor(value) is None:
+                self._optim.state[param][name] = filled(like, value)

@@ -19,6 +19,7 @@ from torch.distributed.fsdp.api import StateDictType
 from torch.optim import Optimizer
 
 from fsdp_c._module.sharded_module import FullyShardedDataParallel
+from fsdp_c._state.optim.save import STATE_CLASSES
 from fsdp_c.integrations._patch import Function, IntegrationWarning, Patch
 
 
@@ -94,6 +95,7 @@ def load_sharded(model: Any, optimizer: Any, folder: Path) -> None:
     """
     make_state(getattr(optimizer, "optimizer", optimizer))
     template = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+    template.pop(STATE_CLASSES, None)  # those that the optimizer has by now
     reader = FileSystemReader(folder)
     saved = _names_of_state(reader.read_metadata().state_dict_metadata)
     template["state"] = _keep_saved(template["state"], saved)
