@@ -179,7 +179,7 @@ def _add_state(
     )
     for key, special in state.special.items():
         if key not in state.sharded:
-            what = describe_state(optim, key, name)
+            what = describe_state(optim, key, repr(name))
             collected.put_special(state_key(name, key), what, special)
     for key, value in state.sharded.items():
         item = FileItem(state_key(name, key), state.part.begin, value)

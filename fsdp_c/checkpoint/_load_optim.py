@@ -153,7 +153,7 @@ class OptimLoad:
         place = self._current[fqn].part
         empty = torch.empty(0)
         names, begin, end = place.names, place.begin, place.end
-        what = describe_state(self._optim, key, fqn)
+        what = describe_state(self._optim, key, repr(fqn))
         target = Target(what, names, spec.shape, begin, end, empty)
 
         def make() -> Tensor:
@@ -207,7 +207,7 @@ class OptimLoad:
         """Make the states of classes of their own that need no values to be read."""
         classes = StateClasses(self._optim)
         for (fqn, key), special in self._special.items():
-            special.prepare(describe_state(self._optim, key, fqn), classes)
+            special.prepare(describe_state(self._optim, key, repr(fqn)), classes)
             self._states[fqn].sharded[key] = special.values
 
     def _add_missing(self) -> None:

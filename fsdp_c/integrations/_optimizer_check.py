@@ -18,6 +18,7 @@ from fsdp_c._state.optim.classes import (
     special_tensor,
 )
 from fsdp_c._units.cuts import has_values
+from fsdp_c._units.names import clean_name
 from fsdp_c._units.uses import is_taken, sharding_unit
 
 
@@ -59,11 +60,11 @@ def check_states(optimizer: torch.optim.Optimizer) -> None:
                     continue
                 if is_rows and inner_tensors(special):
                     continue  # fsdp_c.checkpoint keeps these
-                name = names[index] if names else _description(number, param)
-                raise TypeError(refusal(describe_state(optimizer, key, name), special))
+                name = repr(clean_name(names[index])) if names else f"number {number}"
+                what = describe_state(optimizer, key, f"{name}{_of_unit(param)}")
+                raise TypeError(refusal(what, special))
 
 
-def _description(number: int, param: nn.Parameter) -> str:
+def _of_unit(param: nn.Parameter) -> str:
     unit = sharding_unit(param)
-    where = "" if unit is None else f" of unit {unit!r}"
-    return f"number {number}{where}, of shape {tuple(param.shape)}"
+    return "" if unit is None else f" of unit {unit!r}"

@@ -170,7 +170,8 @@ def test_checkpoint(rank: int, tmp_path: Path) -> None:
         checkpoint.verify(tmp_path / "c")
         model = _shard([0, 1, 2])
         with pytest.raises(
-            checkpoint.CheckpointError, match="0.weight.*NF4Tensor, which cannot be cut"
+            checkpoint.CheckpointError,
+            match=r"0\.weight.*NF4Tensor, which cannot be cut",
         ):
             checkpoint.load(tmp_path / "c", model)
 
@@ -181,8 +182,10 @@ def test_refusals(rank: int) -> None:
     with groups_destroyed():
         model = _build(rows=128)
         before = list(model.parameters())
-        with pytest.raises(ValueError, match="'0.weight'.*NF4Tensor.*3 ranks.*ignored"):
+        with pytest.raises(
+            ValueError, match=r"'0\.weight'.*NF4Tensor.*3 ranks.*ignored"
+        ):
             fully_shard(model, mesh=DeviceMesh("cpu", [0, 1, 2]))
         assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
-        with pytest.raises(ValueError, match="weight.*wraps other tensors"):
+        with pytest.raises(ValueError, match=r"weight.*wraps other tensors"):
             FSDP(_build(), use_orig_params=True)

@@ -38,7 +38,8 @@ def class_name(tensor: Tensor) -> str:
 
 
 def describe_state(optim: object, name: str, param: str) -> str:
-    return f"{type(optim).__name__}'s state {name!r} of parameter {param!r}"
+    """Return a state's name in messages; ``param`` is that of its parameter."""
+    return f"{type(optim).__name__}'s state {name!r} of parameter {param}"
 
 
 def refusal(what: str, tensor: Tensor) -> str:
@@ -90,7 +91,7 @@ def cloned(tensor: Tensor) -> Tensor:
         for name, each in inner_tensors(tensor).items()
     }
     _, context = tensor.__tensor_flatten__()
-    result: Tensor = type(tensor).__tensor_unflatten__(  # type: ignore[attr-defined]
+    result: Tensor = type(tensor).__tensor_unflatten__(
         inner, context, tensor.shape, tensor.stride()
     )
     return result

@@ -92,7 +92,7 @@ def collect(
             if special is not None:
                 if not fits:
                     raise TypeError(
-                        f"{describe_state(optim, name, fqn)} is a "
+                        f"{describe_state(optim, name, repr(fqn))} is a "
                         f"{class_name(special)} of shape {tuple(value.shape)}, which "
                         "cannot be saved: it has not one value per element of the "
                         "parameter. Use an optimizer whose state is plain tensors"
@@ -124,7 +124,7 @@ def give_values(
     for fqn, state in states.items():
         for name, special in state.special.items() if only(state) else ():
             if id(special) not in known:
-                what = describe_state(optim, name, fqn)
+                what = describe_state(optim, name, repr(fqn))
                 known[id(special)] = values_of(what, special)
             values = known[id(special)]
             state.sharded[name] = state.part.part_of_local(values)
