@@ -123,6 +123,7 @@ class Saved(NamedTuple):
                 "or load without the optimizer"
             )
         inner = self.inner(device)
+        numel = self.held.part_end - self.held.part_begin
         try:
             if inner.keys() == {""}:
                 return inner[""].as_subclass(cls)
@@ -136,6 +137,8 @@ class Saved(NamedTuple):
                 f"{what}: {record['class']} does not take what was saved "
                 f"({error!r:.200})"
             ) from error
+        if result.numel() != numel:  # nobody allocates more than the files hold
+            raise ValueError(f"{what}: {result.numel()} elements, expected {numel}")
         return result
 
 
@@ -329,8 +332,26 @@ class SpecialParam:
                     f"{each.held.rank} saved elements [{whole[0]}, {whole[1]}), and "
                     f"this rank holds [{target.begin}, {target.end}); {_REMEDY}"
                 )
+            elif not self._fits(each):
+                source.problems.append(
+                    f"{target.what} is a {name} of other tensors than those that were "
+                    "saved: quantize it in the same way"
+                )
             else:
                 self._saved = each
+
+    def _fits(self, saved: Saved) -> bool:
+        """Whether the tensors in a record are as large as those of the parameter."""
+        own = inner_tensors(self._local)
+        given = {} if saved.record is None else saved.record["tensors"]
+        if own.keys() != given.keys():
+            return False
+        for name, each in own.items():
+            pieces = [saved.rank.entry.pieces.get(k) for k in tensor_keys(given[name])]
+            numels = [0 if p is None else p.end - p.begin for p in pieces]
+            if (sum(numels) if pieces else 1) != each.numel():  # 0-dim: no piece
+                return False
+        return True
 
     def finish(self) -> None:
         """Copy the tensors that were saved into those of the parameter."""
@@ -338,6 +359,4 @@ class SpecialParam:
             return
         own = inner_tensors(self._local)
         for name, each in self._saved.inner(self._local.device).items():
-            if name not in own or own[name].shape != each.shape:
-                raise ValueError(f"{class_name(self._local)} has no such {name!r}")
-            own[name].copy_(each)
+            own[name].copy_(each.reshape(own[name].shape))

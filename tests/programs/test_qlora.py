@@ -6,6 +6,7 @@ Compared with the same model that was never sharded, and the data of all ranks.
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -160,11 +161,18 @@ def test_checkpoint(rank: int, tmp_path: Path) -> None:
             checkpoint.load(path, other, other_optim, process_group=group)
             for mine, its in zip(_weights(other), _weights(_build()), strict=True):
                 _assert_same_nf4(_whole(mine), its)
+            with (
+                mock.patch(f"{__name__}.BLOCK", 32),
+                pytest.raises(
+                    checkpoint.CheckpointError, match="quantize it in the same way"
+                ),
+            ):
+                checkpoint.load(path, _shard([0, 1]), process_group=group)
             for step in (1, 2):
                 expected = _step(model, optim, step, rank, 2)
                 assert torch.equal(expected, _step(other, other_optim, step, rank, 2))
         else:
-            for _ in range(3):
+            for _ in range(4):
                 DeviceMesh("cpu", [0, 1])
         dist.barrier()
         checkpoint.verify(tmp_path / "c")
