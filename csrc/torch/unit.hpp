@@ -349,8 +349,8 @@ void show_sharded(Unit &unit);
 // post_forward.
 void hide_grads(Unit &unit);
 void show_hidden_grads(Unit &unit);
-// Makes parameters require grad where their flat parameter does, on which the
-// user sets it with use_orig_params=False.
+// Makes the leaves of autograd require grad where the user has set it, on what
+// the user sees.
 void show_requires_grad(Unit &unit);
 // The same, and tells the core which segments a backward will need. In a
 // forward.

@@ -138,12 +138,17 @@ at::Tensor partial_grad(Unit &unit, const GradPlace &place, void *data) {
   return view;
 }
 
+// Not a parameter that was frozen before it got one.
+bool has_grad(const GradPlace &place) {
+  return place.param == nullptr || place.holder->requires_grad() ||
+         place.had_grad;
+}
+
 // A rank that holds nothing of a parameter has no gradient of it, unless that
-// is a DTensor, nor has a parameter that was frozen before it got one.
+// is a DTensor.
 bool has_sharded_piece(const Unit &unit, const GradPlace &place) {
-  return place.param == nullptr ||
-         ((unit.is_by_rows || place.param->local_numel() > 0) &&
-          (place.holder->requires_grad() || place.had_grad));
+  return has_grad(place) && (place.param == nullptr || unit.is_by_rows ||
+                             place.param->local_numel() > 0);
 }
 
 // Taking ----------------------------------------------------------------------
@@ -339,6 +344,7 @@ fsdp_status show_grads(void * /*context*/, void *owner, fsdp_view view,
     }
     for (const GradPlace &place : grad_places(unit)) {
       if (view == FSDP_VIEW_UNSHARDED) {
+        if (!has_grad(place)) continue;
         place.holder->mutable_grad() =
             unsharded_grad(unit, place, data[index_of(unit, place)]);
         continue;
@@ -460,15 +466,17 @@ void show_hidden_grads(Unit &unit) {
 }
 
 void show_requires_grad(Unit &unit) {
-  if (unit.use_orig_params && !unit.is_by_rows) return;  // the user's own
   for (Param &param : unit.params) {
-    const at::Tensor &shown = unit.is_by_rows
-                                  ? param.sharded_param.param
+    const at::Tensor &shown = unit.is_by_rows ? param.sharded_param.param
+                              : unit.use_orig_params
+                                  ? param.tensor
                                   : segment_of(unit, param).flat_param;
-    if (shown.defined() &&
-        param.tensor.requires_grad() != shown.requires_grad()) {
-      param.tensor.set_requires_grad(shown.requires_grad());
-      param.leaf().set_requires_grad(shown.requires_grad());
+    if (!shown.defined()) continue;
+    const bool wants_grad = shown.requires_grad();
+    for (at::Tensor *tensor : {&param.tensor, &param.leaf()}) {
+      if (tensor->requires_grad() != wants_grad) {
+        tensor->set_requires_grad(wants_grad);
+      }
     }
   }
 }
