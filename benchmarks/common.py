@@ -29,6 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tqdm import tqdm
 
 from fsdp_c.bench._command import machine, positive_int
+from fsdp_c.bench._processes import end_rank
 from fsdp_c.bench._report import smallest
 
 Json = dict[str, Any]
@@ -147,7 +148,7 @@ def join_fake_group(world_size: int) -> None:
 
 @contextlib.contextmanager
 def joined_group(args: argparse.Namespace, backend: str = "gloo") -> Iterator[None]:
-    """Use one thread, and the group of all ranks of this worker."""
+    """Use one thread, and the group of all ranks of this worker, which ends with it."""
     torch.set_num_threads(1)
     dist.init_process_group(
         backend,
@@ -157,7 +158,7 @@ def joined_group(args: argparse.Namespace, backend: str = "gloo") -> Iterator[No
     )
     yield
     dist.barrier()
-    dist.destroy_process_group()
+    end_rank()
 
 
 def mean_over_ranks(loss: torch.Tensor) -> float:
@@ -186,8 +187,7 @@ def starting_workers(
 
     It takes the script with its arguments (``--worker-folder`` is added) and the number
     of ranks, and returns rank 0's result. It raises RuntimeError if a rank failed; the
-    message ends with its output. A run that takes too long is made once more: torch's
-    DDP has left a rank behind that did not end after the other one had.
+    message ends with its output. A run that takes too long is made once more.
 
     Args:
         num_at_once: Runs at the same time.

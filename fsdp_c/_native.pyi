@@ -157,6 +157,8 @@ class Unit:
         /,
     ) -> None:
         """Let forward call on_change() if, of an item, dict[key] is not value."""
+    def note_forwards(self, function: Callable[[], object] | None, /) -> None:
+        """Let forward call function() first; None: nothing."""
     def show_kept(self, shows: bool, /) -> None:
         """Let the engine's units show what they keep for backward, or shards."""
     def replace_param(self, param: int, tensor: torch.Tensor, /) -> None: ...

@@ -150,6 +150,24 @@ PyObject *fsdp_unit_object_watch(PyObject *object, PyObject *args) {
   Py_RETURN_NONE;
 }
 
+PyObject *fsdp_unit_object_note_forwards(PyObject *object, PyObject *function) {
+  unit_object *self = (unit_object *)object;
+  if (function == Py_None) {
+    Py_CLEAR(self->on_forward);
+  } else {
+    Py_XSETREF(self->on_forward, Py_NewRef(function));
+  }
+  Py_RETURN_NONE;
+}
+
+/* 0, or -1 with an exception. */
+static int tell_of_forward(const unit_object *self) {
+  if (self->on_forward == NULL) return 0;
+  PyObject *result = PyObject_CallNoArgs(self->on_forward);
+  Py_XDECREF(result);
+  return result == NULL ? -1 : 0;
+}
+
 static PyObject *hook_input(PyObject *tensor, void *context) {
   return fsdp_torch_inputs_hook(context, tensor);
 }
@@ -320,6 +338,7 @@ PyObject *fsdp_unit_object_forward(PyObject *object, PyObject *const *args,
                         Py_TYPE(args[1])->tp_name, Py_TYPE(args[2])->tp_name);
   }
 
+  if (tell_of_forward(self) < 0) return NULL;
   if (self->places == NULL) return cast_and_run(object, args);
   if (fsdp_unit_object_enter_forward(self) < 0) return NULL;
   PyObject *output = cast_and_run(object, args);

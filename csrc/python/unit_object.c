@@ -132,6 +132,7 @@ static int unit_traverse(PyObject *object, visitproc visit, void *arg) {
   Py_VISIT(Py_TYPE(object));
   Py_VISIT(self->watched);
   Py_VISIT(self->on_change);
+  Py_VISIT(self->on_forward);
   return fsdp_unit_object_visit_rows(self, visit, arg);
 }
 
@@ -140,6 +141,7 @@ static int unit_clear(PyObject *object) {
   if (self->unit != NULL) fsdp_torch_unit_set_watch(self->unit, NULL);
   Py_CLEAR(self->watched);
   Py_CLEAR(self->on_change);
+  Py_CLEAR(self->on_forward);
   fsdp_unit_object_clear_rows(self);
   return 0;
 }
@@ -405,6 +407,9 @@ PyDoc_STRVAR(unit_watch_doc,
              "watch($self, items, on_change, /)\n--\n\n"
              "Let forward call on_change() first if, of an item (dict, key,\n"
              "value), dict[key] is another object now.");
+PyDoc_STRVAR(unit_note_doc,
+             "note_forwards($self, function, /)\n--\n\n"
+             "Let forward call function() first; None: nothing.");
 PyDoc_STRVAR(
     unit_show_doc,
     "show_kept($self, shows, /)\n--\n\n"
@@ -501,6 +506,7 @@ static PyMethodDef unit_methods[] = {
     {"summon", (PyCFunction)(void (*)(void))unit_summon,
      METH_VARARGS | METH_KEYWORDS, unit_summon_doc},
     {"watch", fsdp_unit_object_watch, METH_VARARGS, unit_watch_doc},
+    {"note_forwards", fsdp_unit_object_note_forwards, METH_O, unit_note_doc},
     {"show_kept", unit_show_kept, METH_O, unit_show_doc},
     {"replace_param", unit_replace_param, METH_VARARGS, unit_replace_doc},
     {"set_reduce_hook", unit_set_reduce_hook, METH_VARARGS, unit_hook_doc},

@@ -71,7 +71,9 @@ def ensure_engine(module: ShardedModule) -> _native.Engine:
         is_debugging = c10d.get_debug_level() != c10d.DebugLevel.OFF  # INFO or DETAIL
         engine.check_order(is_debugging)
         if is_debugging:
-            watch_order(module, modules)
+            ref = weakref.ref(module)
+            units = [(each._sharded.unit, each.wrapped) for each in modules]
+            watch_order(units, lambda: _engine_of(ref()))
         running = Running(engine, weakref.ref(module), WeakSet(modules))
         for each in modules:
             each.join_engine(running)
@@ -82,6 +84,10 @@ def ensure_engine(module: ShardedModule) -> _native.Engine:
             listener(module)
     assert module._running is not None
     return module._running.engine
+
+
+def _engine_of(module: ShardedModule | None) -> _native.Engine | None:
+    return None if module is None else module._engine
 
 
 @contextmanager

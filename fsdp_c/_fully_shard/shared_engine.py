@@ -11,6 +11,7 @@ from torch.distributed import distributed_c10d as c10d
 from fsdp_c import _native
 from fsdp_c._engines.engine import engine_listeners, watch_backwards
 from fsdp_c._engines.optimizer_in_backward import adopt_in_backward_optimizers
+from fsdp_c._engines.order_warning import watch_order
 from fsdp_c._fully_shard.group import Group, SharedEngine, groups_in, groups_of
 from fsdp_c._fully_shard.several import end_runs
 from fsdp_c._torch_compat import interpreted, interpreted_with_callees
@@ -40,8 +41,15 @@ def ensure_engine(module: nn.Module) -> None:
         unit.reshard()  # the old engine has the memory
     engine = _native.Engine(units)
     watch_backwards()
-    engine.check_order(c10d.get_debug_level() != c10d.DebugLevel.OFF)
+    is_debugging = c10d.get_debug_level() != c10d.DebugLevel.OFF
+    engine.check_order(is_debugging)
     refs = {each: weakref.ref(each) for each in groups}
+    if is_debugging and len(root.modules) == 1:  # else no forward begins an iteration
+        modules = [each.modules[0] for each in groups]
+        root_ref = refs[root]
+        watch_order(
+            list(zip(units, modules, strict=True)), lambda: _engine_of(root_ref())
+        )
     several = [ref for each, ref in refs.items() if len(each.modules) > 1]
     running = SharedEngine(engine, refs[root], [*refs.values()], several)
     for each in groups:
@@ -54,6 +62,12 @@ def ensure_engine(module: nn.Module) -> None:
             unit.wait_unshard()
     for listener in engine_listeners:
         listener(module)
+
+
+def _engine_of(group: Group | None) -> _native.Engine | None:
+    if group is None or group.running is None:
+        return None
+    return group.running.engine
 
 
 @interpreted

@@ -17,6 +17,9 @@ OURS, OURS_FULLY = "fsdp_c", "fsdp_c fully_shard"
 FSDP1, FSDP2, DDP = "torch FSDP1", "torch FSDP2", "torch DDP"
 IMPLEMENTATIONS = (OURS, OURS_FULLY, FSDP1, FSDP2, DDP)
 
+# The destructor of a DDP may hang: see end_rank() in _processes.
+_kept: list[nn.Module] = []
+
 
 def parallelise(
     model: nn.Module,
@@ -68,4 +71,5 @@ def parallelise(
         shard(model, mesh=mesh, mp_policy=policy)
         return model
     assert name == DDP
-    return nn.parallel.DistributedDataParallel(model)
+    _kept.append(nn.parallel.DistributedDataParallel(model))
+    return _kept[-1]

@@ -12,13 +12,14 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_c.bench._implementations import DDP, parallelise
+from fsdp_c.bench._processes import end_rank
 from fsdp_c.bench._workload import Workload
 
 # Implementations that train alike have alike losses in the first steps; later ones
@@ -133,8 +134,8 @@ def measure(name: str, workload: Workload) -> dict[str, Any]:
     }
 
 
-def main(words: list[str]) -> int:
-    """Run one rank; return the exit status."""
+def main(words: list[str]) -> NoReturn:
+    """Run one rank, and end its process."""
     name, text, folder = words
     workload = Workload(**json.loads(text))
     torch.set_num_threads(max(1, torch.get_num_threads() // workload.num_ranks))
@@ -153,9 +154,8 @@ def main(words: list[str]) -> int:
     if rank == 0:
         (Path(folder) / "result.json").write_text(json.dumps(result))
     dist.barrier()
-    dist.destroy_process_group()
-    return 0
+    end_rank()
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

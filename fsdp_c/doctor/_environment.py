@@ -68,7 +68,8 @@ SWITCHES = (
         "FSDP_C_SHM",
         "1",
         "0: gloo ranks of one host talk through c10d, not through shared memory; "
-        "rings: they do not read each other's memory (process_vm_readv)",
+        "rings: they do not read each other's memory (process_vm_readv); "
+        "copy: shards are private memory, which is gathered, not read in place",
     ),
     Switch(
         "FSDP_C_TRACE",

@@ -10,6 +10,7 @@ import pytest
 
 from fsdp_c.bench import _command
 from fsdp_c.bench._implementations import IMPLEMENTATIONS
+from fsdp_c.bench._processes import run_ranks
 from fsdp_c.bench._report import differences, table
 from fsdp_c.bench._workload import Workload
 from helpers.distributed import TESTS_DIR, distributed
@@ -102,6 +103,21 @@ def test_wrong_words(
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert _command.main(words) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_rank_ends_though_a_destructor_hangs(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import pathlib, sys, time\n"
+        "from fsdp_c.bench._processes import end_rank\n"
+        "class Hangs:\n"
+        "    def __del__(self): time.sleep(60)\n"
+        "hangs = Hangs()\n"
+        'pathlib.Path(sys.argv[1], "result.json").write_text("[1]")\n'
+        'print("told", end="")\n'
+        "end_rank()\n"
+    )
+    assert run_ranks([str(script)], 2, timeout_s=30.0) == [1]
 
 
 @pytest.mark.only_full

@@ -18,6 +18,7 @@ from helpers.impl import fsdp
 from helpers.models import BATCH, DIM, Block
 from helpers.orders import debugging
 from helpers.reference import Differential
+from helpers.rows import Rows, shard_units
 from helpers.transports import c10d_only
 
 GROUP_TIMEOUT_S = 3.0
@@ -156,9 +157,27 @@ def test_equal_orders_pass(
         del differential, both, module
 
 
+def _make_either(api: str) -> Differential:
+    if api == "FSDP":
+        return _make("FULL_SHARD", use_orig_params=True)
+
+    def inputs(generator: torch.Generator) -> tuple[Tensor, ...]:
+        return (torch.randn(BATCH, DIM, generator=generator),)
+
+    return Rows(Ordered, lambda module: shard_units(module, {Block}), inputs)
+
+
+def _orders(differential: Differential) -> tuple[Any, ...]:
+    """Return the modules that know the order: the reference and the sharded one."""
+    return differential.reference, getattr(
+        differential.model, "module", differential.model
+    )
+
+
+@pytest.mark.parametrize("api", ["FSDP", "fully_shard"])
 @pytest.mark.parametrize("where", ["all", "one"])
 @distributed(world_size=2)
-def test_a_new_order_is_told(rank: int, where: str) -> None:
+def test_a_new_order_is_told(rank: int, where: str, api: str) -> None:
     """A warning, once, in the first iteration of training that differs.
 
     Where one rank differs, it alone warns, and all go on.
@@ -168,13 +187,15 @@ def test_a_new_order_is_told(rank: int, where: str) -> None:
         warnings.catch_warnings(record=True) as told,
     ):
         warnings.simplefilter("always")
-        differential = _make("FULL_SHARD", use_orig_params=True)
-        both: tuple[Any, ...] = (differential.reference, differential.model.module)
+        differential = _make_either(api)
+        both = _orders(differential)
         differential.train(2)
         if where == "one":
             if rank == 1:
                 both[1].order = [0, 2, 1, 3]
-            differential.model(torch.ones(BATCH, DIM)).sum().backward()
+            dtype = next(differential.reference.parameters()).dtype
+            x = torch.ones(BATCH, DIM, dtype=dtype)
+            differential.model(x).sum().backward()
         else:
             for module in both:
                 module.order = [3, 1, 0]

@@ -37,6 +37,28 @@ _LITERAL = re.compile(
     r'(?:getenv|environ(?:\.get|\.setdefault)?|switch|is_switched_off|is_switched_on|find_compiler)\s*[(\[]\s*"(\w+)"'
 )
 _CONSTANT = re.compile(r"environ(?:\.get)?[(\[]\s*([A-Z_]+)\b")
+# How a value is compared with: in a call, or as "..." == of what was read.
+_COMPARED = (
+    (re.compile(r'has_value\("(\w+)", "(\w+)"\)'), None),
+    (re.compile(r'is_switched_off\("(\w+)"\)'), "0"),
+    (re.compile(r'is_switched_on\("(\w+)"\)'), "1"),
+    (re.compile(r'environ\.get\("?(\w+)"?\) == "(\w+)"'), None),
+    (re.compile(r'getenv\("(\w+)"\);[^;{]*== "(\w+)"'), None),
+)
+# In the meaning of a switch: "0: what it does; copy: what it does".
+_EXPLAINED = re.compile(r"(?:^|; )(\w+): ")
+
+
+def _values_read_by(paths: list[Path]) -> set[tuple[str, str]]:
+    """Return the environment variables that sources compare, each with a value."""
+    found = set()
+    for text in (path.read_text() for path in paths):
+        constants = dict(re.findall(r'^([A-Z_]+) = "(\w+)"', text, re.MULTILINE))
+        for form, value in _COMPARED:
+            for match in form.finditer(text):
+                name = constants.get(match[1], match[1])
+                found.add((name, match[2] if value is None else value))
+    return found
 
 
 def _read_by(paths: list[Path]) -> set[str]:
@@ -65,6 +87,28 @@ def test_every_switch_is_in_the_table() -> None:
     assert _read_by(_sources()) - launcher == {switch.name for switch in SWITCHES}
     build = [ROOT / "setup.py", ROOT / "csrc" / "cuda" / "build.py"]
     assert _read_by(build) == {switch.name for switch in BUILD_SWITCHES}
+
+
+def test_every_value_is_in_the_table() -> None:
+    table = {
+        (switch.name, value)
+        for switch in SWITCHES
+        for value in _EXPLAINED.findall(switch.meaning)
+    }
+    assert ("FSDP_C_SHM", "copy") in table
+    assert _values_read_by(_sources()) == table
+
+
+def test_the_search_for_values_finds_all_forms(tmp_path: Path) -> None:
+    source = tmp_path / "x.py"
+    source.write_text(
+        'LEVEL = "A"\nx = os.environ.get(LEVEL) == "1"\n'
+        'has_value("B", "copy")\nis_switched_off("C")\nis_switched_on("D")\n'
+        'choice = std::getenv("E");\nif (std::string(choice) == "0") {\n'
+        'std::getenv("F");\n'
+    )
+    expected = {("A", "1"), ("B", "copy"), ("C", "0"), ("D", "1"), ("E", "0")}
+    assert _values_read_by([source]) == expected
 
 
 def test_the_search_for_switches_finds_all_forms(tmp_path: Path) -> None:
