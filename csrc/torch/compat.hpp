@@ -14,18 +14,22 @@ namespace fsdp_torch {
 using NodePtr =
     std::remove_cvref_t<decltype(std::declval<const at::Tensor &>().grad_fn())>;
 
+template <typename Storage>
+inline constexpr bool can_refuse_access =
+    requires(Storage &storage) { storage.clear_data_ptr_access_error_msg_(); };
+
 // Makes reading a storage that holds nothing an exception with `message`
 // instead of a crash, where torch can. Undone by allow_access.
 template <typename Storage>
 void refuse_access(Storage &storage, const std::string &message) {
-  if constexpr (requires { storage.clear_data_ptr_access_error_msg_(); }) {
+  if constexpr (can_refuse_access<Storage>) {
     storage.release_data_and_set_meta_custom_data_ptr_error_msg_(message);
   }
 }
 
 template <typename Storage>
 void allow_access(Storage &storage) {
-  if constexpr (requires { storage.clear_data_ptr_access_error_msg_(); }) {
+  if constexpr (can_refuse_access<Storage>) {
     storage.clear_data_ptr_access_error_msg_();
   }
 }

@@ -11,6 +11,7 @@
 
 #include "torch/bridge.h"
 #include "torch/guard.hpp"
+#include "torch/unit.hpp"
 
 namespace fsdp_torch {
 
@@ -38,7 +39,8 @@ void check_memory(const at::Tensor &tensor, const std::string &name) {
         "is a lazy conjugate or negation; pass tensor.resolve_conj() or "
         "tensor.resolve_neg()");
   }
-  if (tensor.numel() > 0 && tensor.storage().nbytes() == 0) {
+  c10::StorageImpl *storage = tensor.storage().unsafeGetStorageImpl();
+  if (tensor.numel() > 0 && !has_memory(*storage)) {
     fail("has no memory now: a resharded parameter, or a resized storage");
   }
 }

@@ -1,4 +1,13 @@
 // Views over storages that are pointed at memory and away from it.
+//
+// Note [Emptied storages]
+// A view of a whole parameter may outlive the parameter's memory: the user keeps
+// it, or autograd saved it and reads it again in a backward of a backward. Its
+// storage refuses to be read then, with a message that names the unit. Most
+// operators that would read it first make another view, and torch looks whether
+// that lies within the storage. So an emptied storage of whole parameters keeps
+// its size: the view is made, and reading it raises the unit's message. Emptied
+// storages of gradients have no size. Nor has any where torch cannot refuse.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
@@ -44,11 +53,24 @@ void attach(c10::StorageImpl &storage, void *data, int64_t nbytes) {
   storage.set_nbytes(static_cast<size_t>(nbytes));
 }
 
+void note_sized_storages(Unit &unit) {
+  unit.why_no_access +=
+      " Gradients of gradients (create_graph=True) read such tensors, too: shard "
+      "that module with NO_SHARD, or over a mesh of shape (n, 1).";
+  if (!can_refuse_access<c10::StorageImpl>) return;
+  for (const Segment &segment : unit.segments) {
+    for (const StoragePtr *storage :
+         {&segment.unsharded, &segment.full, &segment.part}) {
+      if (*storage) unit.sized_storages.insert(storage->get());
+    }
+  }
+}
+
 void detach(const Unit &unit, c10::StorageImpl &storage) {
-  if (storage.nbytes() == 0) return;
+  if (!has_memory(storage)) return;
   const c10::Device device = storage.device();
   storage.set_data_ptr_noswap(c10::DataPtr(nullptr, device));
-  storage.set_nbytes(0);
+  if (unit.sized_storages.count(&storage) == 0) storage.set_nbytes(0);
   refuse_access(storage, unit.why_no_access);
 }
 

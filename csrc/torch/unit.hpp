@@ -20,6 +20,7 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "layout/flat_layout.h"
@@ -228,6 +229,8 @@ struct Unit : std::enable_shared_from_this<Unit> {
 
   std::string name;
   std::string why_no_access;  // to a view of whole parameters while sharded
+  // Of whole parameters: see Note [Emptied storages] in storage_views.cpp.
+  std::unordered_set<const c10::StorageImpl *> sized_storages;
   c10::Device device{c10::DeviceType::CPU};
   bool use_orig_params = true;
   bool offloads = false;  // shards are in host memory, the device is elsewhere
@@ -289,6 +292,8 @@ at::Tensor make_strided_view(const at::Tensor &like, at::IntArrayRef sizes,
 void show_at(const at::Tensor &view, const StoragePtr &storage, int64_t offset);
 // Points the storage at memory that somebody else owns.
 void attach(c10::StorageImpl &storage, void *data, int64_t nbytes);
+// Keeps the sizes of the storages of whole parameters when they are emptied.
+void note_sized_storages(Unit &unit);
 // Empties it; reading it is an error that names the unit.
 void detach(const Unit &unit, c10::StorageImpl &storage);
 // lent_memory.cpp: see Note [Lent memory].
@@ -305,6 +310,10 @@ void end_loan(const Unit &unit, Lent &lent,
               const std::vector<at::Tensor *> &views) noexcept;
 // The same for memory that was lent for a call. Our tensors over it are gone.
 void end_loan(const Unit &unit, const StoragePtr &lent) noexcept;
+// Whether it points at memory; its size does not tell.
+inline bool has_memory(c10::StorageImpl &storage) {
+  return storage._mutable_data_ptr_no_checks().get() != nullptr;
+}
 // nullptr: it has none.
 inline const c10::StorageImpl *storage_of(const at::Tensor &tensor) {
   return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
