@@ -74,8 +74,12 @@ static bool join(fsdp_shared *self, fsdp_region region,
   for (int64_t i = 0; i < num_own; i++) {
     if (!write_range(self, region, own[i], file)) return false;
   }
-  return mmap(region.data, (size_t)self->nbytes, access, MAP_SHARED | MAP_FIXED,
-              file, (off_t)self->closed_nbytes) != MAP_FAILED;
+  if (mmap(region.data, (size_t)self->nbytes, access, MAP_SHARED | MAP_FIXED,
+           file, (off_t)self->closed_nbytes) == MAP_FAILED) {
+    return false;
+  }
+  if (region.is_shared != NULL) *region.is_shared = true;
+  return true;
 }
 
 void fsdp_shm_priv_unshare(fsdp_shared *shared) {

@@ -169,33 +169,16 @@ int64_t region_nbytes_of(const Unit &unit) {
   return nbytes < FSDP_MIN_REGION_NBYTES ? 0 : nbytes;
 }
 
-// What a shard's storage owns. torch's memory profiler sees it.
-struct HeldShard {
-  std::shared_ptr<c10::DataPtr> region;
-  void *data;
-
-  static void free(void *held) {
-    const std::unique_ptr<HeldShard> self(static_cast<HeldShard *>(held));
-    c10::profiledCPUMemoryReporter().Delete(self->data);
-  }
-};
-
 // A shard in the unit's region, whose segment begins at byte `begin`.
 at::Tensor shard_in_region(const Unit &unit, const Segment &segment,
                            int64_t begin, int64_t *populated) {
   const int64_t nbytes =
       segment.layout->shard_numel * segment.layout->dtype.itemsize;
   const int64_t offset = begin + core_group(unit.shard_group).rank * nbytes;
-  char *space = static_cast<char *>(unit.region->get());
+  char *space = static_cast<char *>(unit.region->space->get());
   *populated =
       fsdp_host_space_populate(space, offset, offset + nbytes, *populated);
-  void *const shard = space + offset;
-  auto held = std::make_unique<HeldShard>(HeldShard{unit.region, shard});
-  c10::profiledCPUMemoryReporter().New(shard, static_cast<size_t>(nbytes));
-  c10::DataPtr data(shard, held.release(), &HeldShard::free, c10::kCPU);
-  const auto storage = c10::make_intrusive<c10::StorageImpl>(
-      c10::StorageImpl::use_byte_size_t(), static_cast<size_t>(nbytes),
-      std::move(data), c10::GetAllocator(c10::kCPU), /*resizable=*/true);
+  const auto storage = storage_in_region(unit.region, space + offset, nbytes);
   return make_view(storage, keys_of(c10::kCPU), segment.master,
                    {segment.layout->shard_numel}, 0);
 }
@@ -203,9 +186,11 @@ at::Tensor shard_in_region(const Unit &unit, const Segment &segment,
 void make_shards(Unit &unit) {
   int64_t end = 0;
   int64_t populated = 0;
-  unit.region_nbytes = region_nbytes_of(unit);
-  if (unit.region_nbytes > 0) {
-    unit.region = make_host_space(unit.region_nbytes);
+  const int64_t nbytes = region_nbytes_of(unit);
+  auto space = nbytes > 0 ? make_host_space(nbytes) : nullptr;
+  if (space) {
+    unit.region = std::make_shared<Region>(
+        Region{unit.name, std::move(space), nbytes, false});
   }
   for (Segment &segment : unit.segments) {
     if (!unit.region || segment.layout->padded_numel == 0) {
@@ -309,7 +294,10 @@ fsdp_status make_core(Unit &unit, fsdp_error *error) {
   core.owner = &unit;
   core.layout = unit.layout;
   core.segments = segments.data();
-  if (unit.region) core.region = {unit.region->get(), unit.region_nbytes};
+  if (unit.region) {
+    core.region = {unit.region->space->get(), unit.region->nbytes,
+                   &unit.region->is_shared};
+  }
   core.shard_group = core_group(unit.shard_group);
   core.replica_group = core_group(unit.replica_group);
   if (unit.part_group.world_size > 1) {

@@ -28,6 +28,7 @@
 #include "runtime/engine.h"
 #include "torch/bridge.h"
 #include "torch/compat.hpp"
+#include "torch/held_shard.hpp"
 #include "torch/port/provider.hpp"
 
 namespace fsdp_torch {
@@ -251,8 +252,7 @@ struct Unit : std::enable_shared_from_this<Unit> {
   std::vector<int64_t> param_of_use;
   std::vector<Segment> segments;
   std::vector<Param> params;
-  std::shared_ptr<c10::DataPtr> region;  // of the shards; null: none
-  int64_t region_nbytes = 0;
+  std::shared_ptr<Region> region;  // of the shards; null: none
   // Of all gradient accumulators; none on the CPU, or if they differ. hooks.cpp
   std::optional<c10::Stream> accumulator_stream;
   std::vector<GradPlace> grad_places;  // unit_grads.cpp

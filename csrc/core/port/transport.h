@@ -83,6 +83,8 @@ typedef struct fsdp_shared fsdp_shared; /* the transport's own */
 typedef struct fsdp_region {
   void *data; /* of fsdp_host_space_alloc(nbytes); NULL: none */
   int64_t nbytes;
+  bool *is_shared; /* set when this process maps the file over it; NULL: nobody
+                      asks */
 } fsdp_region;
 
 /* Bytes of a region. */
