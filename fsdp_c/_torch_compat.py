@@ -92,7 +92,7 @@ def _interpreted(function: F, callees: _FrameAction) -> F:
 
 
 def watch_backward(watch: Callable[[bool], object]) -> None:
-    """Call ``watch(True)`` before every call of autograd's engine, ``watch(False)`` after.
+    """Call ``watch(True)`` before every call of autograd's engine, and False after.
 
     Calls inside a backward count, too.
     """

@@ -257,7 +257,8 @@ FSDP_NODISCARD fsdp_status fsdp_torch_unit_bind_sharded(fsdp_torch_unit *unit,
 
 /* Looks for local tensors that the user has put into sharded parameters: each
  * becomes a view of the shard, which takes its values. `name` is that of the
- * attribute. Before a forward or an unshard. GIL. 0, or -1 with an exception. */
+ * attribute. Before a forward or an unshard. GIL. 0, or -1 with an exception.
+ */
 int fsdp_torch_unit_take_locals(fsdp_torch_unit *unit,
                                 struct _object *name) FSDP_NOEXCEPT;
 

@@ -1,13 +1,13 @@
 // Note [Shards in a forked child]
-// A child made by fork has the parent's values of that moment, in all memory but
-// the shards that ranks read in place: their pages are a file's, and the child
-// sees what the parent writes later. A copy for each child would cost a data
-// loader's workers, which read no parameter, as much memory as the shards. So
-// the child is refused: its storages over such pages raise when they are read.
-// Whoever wants the values clones them before the fork, or turns shards in place
-// off (FSDP_C_SHM=copy). The handler runs in the child before anything else and
-// costs a few stores for each shard. It needs what holds shards: all of them are
-// in a list, whose lock fork holds.
+// A child made by fork has the parent's values of that moment, in all memory
+// but the shards that ranks read in place: their pages are a file's, and the
+// child sees what the parent writes later. A copy for each child would cost a
+// data loader's workers, which read no parameter, as much memory as the shards.
+// So the child is refused: its storages over such pages raise when they are
+// read. Whoever wants the values clones them before the fork, or turns shards
+// in place off (FSDP_C_SHM=copy). The handler runs in the child before anything
+// else and costs a few stores for each shard. It needs what holds shards: all
+// of them are in a list, whose lock fork holds.
 #include "torch/held_shard.hpp"
 
 #include <c10/core/CPUAllocator.h>
@@ -53,22 +53,24 @@ void refuse_in_child(const HeldShard &held) {
   }
   refuse_access(
       *storage,
-      c10::str("FSDP unit '", held.region->unit,
-               "': this process was forked, and its shards are memory of its "
-               "parent, where values change when the parent trains on. Clone "
-               "what the child reads before the fork, or set FSDP_C_SHM=copy."));
+      c10::str(
+          "FSDP unit '", held.region->unit,
+          "': this process was forked, and its shards are memory of its "
+          "parent, where values change when the parent trains on. Clone "
+          "what the child reads before the fork, or set FSDP_C_SHM=copy."));
 }
 
 HeldShards::HeldShards() {
-  const int failed = pthread_atfork(
-      [] { held_shards().mutex.lock(); }, [] { held_shards().mutex.unlock(); },
-      [] {
-        HeldShards &self = held_shards();
-        for (const HeldShard *held : self.items) {
-          if (held->region->is_shared) refuse_in_child(*held);
-        }
-        self.mutex.unlock();
-      });
+  const int failed = pthread_atfork([] { held_shards().mutex.lock(); },
+                                    [] { held_shards().mutex.unlock(); },
+                                    [] {
+                                      HeldShards &self = held_shards();
+                                      for (const HeldShard *held : self.items) {
+                                        if (held->region->is_shared)
+                                          refuse_in_child(*held);
+                                      }
+                                      self.mutex.unlock();
+                                    });
   if (failed != 0) throw std::bad_alloc();
 }
 

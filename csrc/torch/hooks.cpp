@@ -208,7 +208,8 @@ struct ForwardCall {
 namespace {
 
 // That of the forward which runs now.
-std::shared_ptr<ForwardCall> forward_call_of(const std::shared_ptr<Unit> &unit) {
+std::shared_ptr<ForwardCall> forward_call_of(
+    const std::shared_ptr<Unit> &unit) {
   std::shared_ptr<ForwardCall> call = unit->forward_call.lock();
   if (call) return call;
   call = std::make_shared<ForwardCall>();

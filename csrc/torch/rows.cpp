@@ -259,8 +259,7 @@ bool take_replaced_locals(Unit &unit) {
     const at::Tensor &local = param.sharded_param.local;
     if (!local.defined()) continue;
     refuse_new_data(unit, param.sharded_param, i);
-    if (param.is_extended ||
-        is_over(local, storage_of(param.sharded))) {
+    if (param.is_extended || is_over(local, storage_of(param.sharded))) {
       continue;
     }
     adopt_local(unit, param, i);

@@ -1,13 +1,14 @@
 // Views over storages that are pointed at memory and away from it.
 //
 // Note [Emptied storages]
-// A view of a whole parameter may outlive the parameter's memory: the user keeps
-// it, or autograd saved it and reads it again in a backward of a backward. Its
-// storage refuses to be read then, with a message that names the unit. Most
-// operators that would read it first make another view, and torch looks whether
-// that lies within the storage. So an emptied storage of whole parameters keeps
-// its size: the view is made, and reading it raises the unit's message. Emptied
-// storages of gradients have no size. Nor has any where torch cannot refuse.
+// A view of a whole parameter may outlive the parameter's memory: the user
+// keeps it, or autograd saved it and reads it again in a backward of a
+// backward. Its storage refuses to be read then, with a message that names the
+// unit. Most operators that would read it first make another view, and torch
+// looks whether that lies within the storage. So an emptied storage of whole
+// parameters keeps its size: the view is made, and reading it raises the unit's
+// message. Emptied storages of gradients have no size. Nor has any where torch
+// cannot refuse.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
@@ -55,7 +56,8 @@ void attach(c10::StorageImpl &storage, void *data, int64_t nbytes) {
 
 void note_sized_storages(Unit &unit) {
   unit.why_no_access +=
-      " Gradients of gradients (create_graph=True) read such tensors, too: shard "
+      " Gradients of gradients (create_graph=True) read such tensors, too: "
+      "shard "
       "that module with NO_SHARD, or over a mesh of shape (n, 1).";
   if (!can_refuse_access<c10::StorageImpl>) return;
   for (const Segment &segment : unit.segments) {

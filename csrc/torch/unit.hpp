@@ -204,8 +204,8 @@ struct Param {
 struct GradPlace {
   at::Tensor *holder;
   Segment *segment;
-  Param *param;  // nullptr: the holder is the segment's flat parameter
-  bool had_grad = false;     // when this backward took it
+  Param *param;           // nullptr: the holder is the segment's flat parameter
+  bool had_grad = false;  // when this backward took it
   bool was_cleared = false;  // by who follows the unit, in this backward
 };
 
@@ -370,8 +370,14 @@ void replace_param(Unit &unit, size_t index, const at::Tensor &tensor);
 
 // unit_grads.cpp: the functions of the port that show gradients.
 void add_grad_ops(fsdp_view_ops *ops);
+inline size_t index_of(const Unit &unit, const Segment &segment) {
+  return static_cast<size_t>(&segment - unit.segments.data());
+}
 // Whether the core reduces gradients of the segment.
-bool is_trainable(const Unit &unit, const Segment &segment);
+inline bool is_trainable(const Unit &unit, const Segment &segment) {
+  return fsdp_unit_is_trainable(unit.core,
+                                static_cast<int64_t>(index_of(unit, segment)));
+}
 
 // For what follows the unit's reductions: shows the sharded gradients, and
 // takes them back. If all of them were cleared, their memory is freed.

@@ -16,10 +16,6 @@ Segment &segment_of(Unit &unit, const Param &param) {
   return unit.segments[static_cast<size_t>(param.segment)];
 }
 
-size_t index_of(const Unit &unit, const Segment &segment) {
-  return static_cast<size_t>(&segment - unit.segments.data());
-}
-
 size_t index_of(const Unit &unit, const GradPlace &place) {
   return index_of(unit, *place.segment);
 }
@@ -114,9 +110,9 @@ at::Tensor unsharded_grad(Unit &unit, const GradPlace &place, void *data) {
     view = make_view(segment.unsharded_grad.storage, keys, segment.reduce,
                      {numel}, 0);
   } else {
-    view = make_view(segment.unsharded_grad.storage, keys, segment.reduce,
-                     place.param->sizes,
-                     place.param->unsharded.storage_offset());
+    view =
+        make_view(segment.unsharded_grad.storage, keys, segment.reduce,
+                  place.param->sizes, place.param->unsharded.storage_offset());
   }
   return view;
 }
@@ -211,9 +207,8 @@ void for_each_loan(Unit &unit, fsdp_view view, Function &&function) {
   for (Segment &segment : unit.segments) {
     Lent &lent = is_partial ? segment.partial_grad : segment.unsharded_grad;
     if (lent.data == nullptr) continue;
-    std::vector<at::Tensor *> views = {is_partial
-                                           ? &segment.flat_partial_grad
-                                           : &segment.flat_unsharded_grad};
+    std::vector<at::Tensor *> views = {
+        is_partial ? &segment.flat_partial_grad : &segment.flat_unsharded_grad};
     for (Param &param : unit.params) {
       if (&segment_of(unit, param) != &segment) continue;
       views.push_back(is_partial ? &param.partial_grad : &param.unsharded_grad);
@@ -224,10 +219,9 @@ void for_each_loan(Unit &unit, fsdp_view view, Function &&function) {
 
 void bring_back_grads(Unit &unit) {
   for (const fsdp_view view : {FSDP_VIEW_UNSHARDED, FSDP_VIEW_PARTIAL}) {
-    for_each_loan(unit, view,
-                  [](Lent &lent, const auto &) {
-                    bring_back(*lent.storage, lent.data);
-                  });
+    for_each_loan(unit, view, [](Lent &lent, const auto &) {
+      bring_back(*lent.storage, lent.data);
+    });
   }
 }
 
@@ -401,11 +395,6 @@ void grad_release(void * /*context*/, void *token) {
 }
 
 }  // namespace
-
-bool is_trainable(const Unit &unit, const Segment &segment) {
-  return fsdp_unit_is_trainable(unit.core,
-                                static_cast<int64_t>(index_of(unit, segment)));
-}
 
 void show_followed_grads(Unit &unit) {
   if (unit.is_by_rows) {

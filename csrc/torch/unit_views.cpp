@@ -101,16 +101,17 @@ bool follow_moved_shards(Unit &unit) {
   for (size_t i = 0; i < unit.segments.size(); i++) {
     const Segment &segment = unit.segments[i];
     const auto index = static_cast<int64_t>(i);
-    c10::StorageImpl &storage =
-        *segment.shard.storage().unsafeGetStorageImpl();
+    c10::StorageImpl &storage = *segment.shard.storage().unsafeGetStorageImpl();
     void *const data = storage.data_ptr().get();
     const size_t needed = segment.shard.nbytes();
     if (data == fsdp_unit_shard(unit.core, index) || needed == 0) continue;
-    if (storage.nbytes() < needed || storage.device() != segment.shard.device()) {
+    if (storage.nbytes() < needed ||
+        storage.device() != segment.shard.device()) {
       throw std::invalid_argument(c10::str(
-          "FSDP unit '", unit.name, "': the memory of its shard was replaced by ",
-          storage.nbytes(), " bytes on ", storage.device(), "; expected ",
-          needed, " bytes on ", segment.shard.device(),
+          "FSDP unit '", unit.name,
+          "': the memory of its shard was replaced by ", storage.nbytes(),
+          " bytes on ", storage.device(), "; expected ", needed, " bytes on ",
+          segment.shard.device(),
           ". The values are lost: load them again, and resize no storage of a "
           "sharded parameter"));
     }

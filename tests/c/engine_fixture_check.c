@@ -185,8 +185,7 @@ const char *model_schedule(model *self) {
         sscanf(line, "%15s %15s %15s %lld", word, lane, group, &numel) == 4) {
       written = snprintf(out, room, "%s %s\n", word,
                          name_of_numel(self, (int64_t)numel));
-    } else if (strncmp(line, "show", 4) == 0 ||
-               strncmp(line, "hide", 4) == 0) {
+    } else if (strncmp(line, "show", 4) == 0 || strncmp(line, "hide", 4) == 0) {
       written = snprintf(out, room, "%.*s", (int)(end - line), line);
     }
     if (written < 0 || (size_t)written >= room) abort();

@@ -143,8 +143,8 @@ fsdp_status fsdp_unit_priv_open(fsdp_unit *unit, const fsdp_call *call,
   fsdp_status status = FSDP_OK;
   FSDP_TRY(bring_home(unit, error));
   unit->has_readers = true;
-  FSDP_TRY(unit->sharer->ops->open(unit->sharer, call, unit->shared, ticket,
-                                   error));
+  FSDP_TRY(
+      unit->sharer->ops->open(unit->sharer, call, unit->shared, ticket, error));
 done:
   return status;
 }
