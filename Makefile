@@ -36,7 +36,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .PHONY: help train test pytest test-all sim-test c-test lint formats types rules format tidy \
-  bench gpu-bench build wheel debug profile nightly clean
+  bench gpu-bench build wheel debug sanitize profile nightly clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -111,6 +111,10 @@ wheel: $(BUILT) ## a wheel in dist/, tried in a fresh environment without a comp
 debug: $(TOOLS) ## the extension without optimisation, with symbols and asserts, in place
 	rm -f $(BUILT)
 	FSDP_C_DEBUG=1 $(BUILD_IN_PLACE)
+
+sanitize: $(TOOLS) ## the extension with address and undefined behaviour sanitizers, in place
+	rm -f $(BUILT)
+	FSDP_C_SANITIZE=1 $(BUILD_IN_PLACE)
 
 profile: $(BUILT) ## callgrind of one training step, functions by cost, in $(OUT)/profile
 	rm -rf $(OUT)/profile && mkdir -p $(OUT)/profile
