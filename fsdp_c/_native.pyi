@@ -399,7 +399,9 @@ def pass_messages(
 def copy_tensors(copies: Sequence[tuple[torch.Tensor, torch.Tensor]], /) -> None:
     """Copy the bytes of contiguous tensors, ``(source, target)`` each."""
 
-def around_backward(begins: bool, /) -> None: ...
+def watched_engine(engine: Any, /) -> Any:
+    """Autograd's engine, whose calls all engines of units are told of."""
+
 def describe_failure(process_group: ProcessGroup, cause: str, operation: str, /) -> str:
     """``cause``, and what the ranks were doing. Breaks the group if it is gloo's."""
 

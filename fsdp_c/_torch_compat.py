@@ -91,22 +91,10 @@ def _interpreted(function: F, callees: _FrameAction) -> F:
     return function
 
 
-def watch_backward(watch: Callable[[bool], object]) -> None:
-    """Call ``watch(True)`` before every call of autograd's engine, and False after.
-
-    Calls inside a backward count, too.
-    """
-    engine_class: Any = type(Variable._execution_engine)
-
-    class WatchedEngine(engine_class):  # type: ignore[misc]
-        def run_backward(self, *args: Any, **kwargs: Any) -> Any:
-            watch(True)
-            try:
-                return super().run_backward(*args, **kwargs)
-            finally:
-                watch(False)
-
-    Variable._execution_engine = WatchedEngine()
+def replace_autograd_engine(make: Callable[[Any], Any]) -> None:
+    """Let torch call ``make(engine)`` in the place of autograd's engine."""
+    variable: Any = Variable
+    variable._execution_engine = make(variable._execution_engine)
 
 
 def run_policy(

@@ -156,24 +156,12 @@ static PyObject *describe_failure(PyObject *Py_UNUSED(module), PyObject *args) {
 }
 
 PyDoc_STRVAR(
-    around_backward_doc,
-    "around_backward($module, begins, /)\n--\n\n"
-    "Tell all engines that a call of autograd's engine begins, or has ended.");
-
-static PyObject *around_backward(PyObject *Py_UNUSED(module),
-                                 PyObject *begins) {
-  FSDP_LOCAL_ERROR(error);
-  fsdp_status status;
-  const int is_true = PyObject_IsTrue(begins);
-  if (is_true < 0) return NULL;
-  Py_BEGIN_ALLOW_THREADS;
-  status = fsdp_torch_around_backward(is_true != 0, &error);
-  Py_END_ALLOW_THREADS;
-  return fsdp_none_or_error(status, &error);
-}
+    watched_engine_doc,
+    "watched_engine($module, engine, /)\n--\n\n"
+    "Autograd's engine, whose calls all engines of units are told of.");
 
 static PyMethodDef module_methods[] = {
-    {"around_backward", around_backward, METH_O, around_backward_doc},
+    {"watched_engine", fsdp_module_watched_engine, METH_O, watched_engine_doc},
     {"describe_failure", describe_failure, METH_VARARGS, describe_failure_doc},
     {"build_info", build_info, METH_NOARGS, build_info_doc},
     {"crc32c", (PyCFunction)(void (*)(void))fsdp_module_crc32c,

@@ -130,6 +130,9 @@ PyObject *fsdp_module_copy_tensors(PyObject *module, PyObject *copies);
 PyObject *fsdp_module_pass_messages(PyObject *module, PyObject *args,
                                     PyObject *kwargs);
 
+/* watched_engine.c: watched_engine(engine). */
+PyObject *fsdp_module_watched_engine(PyObject *module, PyObject *engine);
+
 /* plan.c: plan_step(units, events, shard_link, replica_link, ...). */
 PyObject *fsdp_module_plan_step(PyObject *module, PyObject *args,
                                 PyObject *kwargs);

@@ -12,9 +12,12 @@
 //     something that a module keeps), so they must be whole by then.
 // Whose graph will run is not known yet, so this happens in all engines, which
 // hide their parameters again if it was not theirs.
+#include <torch/csrc/utils/pybind.h>
+
 #include <algorithm>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "torch/bridge.h"
@@ -46,10 +49,18 @@ std::vector<std::shared_ptr<Engine>> engines_that_live() {
   return result;
 }
 
+// Who has the lock may wait for the GIL.
+std::unique_lock<std::mutex> lock_of(Engine &engine) {
+  std::unique_lock<std::mutex> lock(engine.mutex, std::try_to_lock);
+  if (lock.owns_lock()) return lock;
+  const pybind11::gil_scoped_release no_gil;
+  lock.lock();
+  return lock;
+}
+
 // Whether there is something to do. It must not touch a stream otherwise: the
 // backward may be another model's, inside a capture.
 bool is_concerned(Engine &engine, bool begins) {
-  const std::lock_guard<std::mutex> lock(engine.mutex);
   if (engine.is_aborted || fsdp_engine_in_forward(engine.core) ||
       fsdp_engine_in_backward(engine.core)) {
     return false;
@@ -78,8 +89,9 @@ extern "C" fsdp_status fsdp_torch_around_backward(bool begins,
                                                   fsdp_error *error) {
   GUARDED(error) {
     for (const auto &engine : fsdp_torch::engines_that_live()) {
+      auto lock = fsdp_torch::lock_of(*engine);
       if (!fsdp_torch::is_concerned(*engine, begins)) continue;
-      const fsdp_torch::EngineCall call(*engine);
+      const fsdp_torch::EngineCall call(*engine, std::move(lock));
       const fsdp_status status =
           fsdp_engine_show_root(engine->core, begins, error);
       if (status != FSDP_OK) return status;

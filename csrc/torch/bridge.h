@@ -451,7 +451,7 @@ FSDP_NODISCARD fsdp_status fsdp_torch_engine_run_capture_stage(
     fsdp_error *error);
 
 /* What all engines do before (`begins`) and after a call of autograd's engine.
- * GIL not held. may block */
+ * GIL; given up only while another thread holds an engine's lock. may block */
 FSDP_NODISCARD fsdp_status fsdp_torch_around_backward(bool begins,
                                                       fsdp_error *error);
 

@@ -3,6 +3,8 @@
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <utility>
+
 #include "torch/unit.hpp"
 
 namespace fsdp_torch {
@@ -41,7 +43,12 @@ void leave_step_stream(const c10::StreamGuard &guard) noexcept {
 
 }  // namespace
 
-EngineCall::EngineCall(Engine &engine) noexcept : lock_(engine.mutex) {
+EngineCall::EngineCall(Engine &engine) noexcept
+    : EngineCall(engine, std::unique_lock<std::mutex>(engine.mutex)) {}
+
+EngineCall::EngineCall(Engine &engine,
+                       std::unique_lock<std::mutex> lock) noexcept
+    : lock_(std::move(lock)) {
   if (!engine.provider.has_streams()) return;
   const c10::Device device = engine.provider.device();
   const c10::impl::VirtualGuardImpl guard(device.type());

@@ -38,6 +38,8 @@ class EngineCall {
   // A wait that the device refuses is not reported here: a device that fails
   // also refuses the core's next call, which reports it.
   explicit EngineCall(Engine &engine) noexcept;
+  // The caller has the engine's lock.
+  EngineCall(Engine &engine, std::unique_lock<std::mutex> lock) noexcept;
   ~EngineCall();
   EngineCall(const EngineCall &) = delete;
   EngineCall &operator=(const EngineCall &) = delete;
@@ -46,7 +48,7 @@ class EngineCall {
   void take(const at::Tensor &tensor) const;
 
  private:
-  std::lock_guard<std::mutex> lock_;
+  std::unique_lock<std::mutex> lock_;
   std::optional<c10::StreamGuard> guard_;  // the caller's stream is another one
 };
 

@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fsdp_c import _native
 from fsdp_c._engines.optimizer_in_backward import adopt_in_backward_optimizers, unit_of
 from fsdp_c._engines.order_warning import watch_order
-from fsdp_c._torch_compat import interpreted_with_callees, watch_backward
+from fsdp_c._torch_compat import interpreted_with_callees, replace_autograd_engine
 from fsdp_c._units.base import Running, ShardedModule, sharded_modules
 
 # Called with the root of every engine that is made.
@@ -45,7 +45,7 @@ def _hook_optimizers() -> None:
 @functools.cache
 def watch_backwards() -> None:
     """Tell the engines of a call of autograd's; see csrc/torch/backward_calls.cpp."""
-    watch_backward(_native.around_backward)
+    replace_autograd_engine(_native.watched_engine)
 
 
 def _show_shards(*_: Any) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -190,6 +191,9 @@ def test_workers_of_a_data_loader_notice_nothing(api: str) -> None:
             optimizer.zero_grad()
             model(batch).square().sum().backward()
             optimizer.step()
+    for thread in threading.enumerate():
+        if thread.name == "QueueFeederThread":  # the loader's; it ends by itself
+            thread.join()
 
 
 @distributed(world_size=2)
