@@ -24,6 +24,7 @@ def clip_parallel(
 ) -> Tensor:
     """Clip the gradients of all ``parts``; return the norm. Collective."""
     terms: dict[tuple[ProcessGroup, ...], Tensor] = {}
+    parallel_groups: dict[ProcessGroup, None] = {}
     holders: dict[Tensor, None] = {}
     dtype = torch.float32
     parts = [part for part in parts if part.param.requires_grad]
@@ -31,6 +32,7 @@ def clip_parallel(
         dtype = torch.float64
     for part in parts:
         groups = _groups_of(part)
+        parallel_groups |= dict.fromkeys(_parallel_groups(part))
         if groups not in terms:
             terms[groups] = torch.zeros((), dtype=dtype, device=part.param.device)
         grad = part.param.grad
@@ -44,6 +46,9 @@ def clip_parallel(
         else:
             terms[groups] += norm.pow(norm_type)
     total = _total(terms, norm_type)
+    # Tensor parallel ranks added a replicated parameter's elements in other parts.
+    for group in parallel_groups:
+        dist.all_reduce(total, dist.ReduceOp.MAX, group=group)
     if holders:
         scale = (max_norm / (total + 1e-6)).clamp_max(1.0)
         torch._foreach_mul_(list(holders), scale)
@@ -53,17 +58,22 @@ def clip_parallel(
 def _groups_of(part: ParamPart) -> tuple[ProcessGroup, ...]:
     """Return the groups over which the ranks hold other elements of a parameter."""
     groups = [] if part.shard_group is None else [part.shard_group]
+    groups += [group for group, cuts in _parallel_groups(part).items() if cuts]
+    return tuple(group for group in groups if group.size() > 1)
+
+
+def _parallel_groups(part: ParamPart) -> dict[ProcessGroup, bool]:
+    """Return the groups of the parameter's mesh; True for those that cut it."""
     parallel = None if part.cut is None else part.cut.parallel
     if isinstance(part.param, DTensor):  # an ignored one
         parallel = part.param.device_mesh, tuple(part.param.placements)
-    if parallel is not None:
-        mesh, placements = parallel
-        groups += [
-            mesh.get_group(mesh_dim)
-            for mesh_dim, placement in enumerate(placements)
-            if is_cut(placement)
-        ]
-    return tuple(group for group in groups if group.size() > 1)
+    if parallel is None:
+        return {}
+    mesh, placements = parallel
+    return {
+        mesh.get_group(mesh_dim): is_cut(placement)
+        for mesh_dim, placement in enumerate(placements)
+    }
 
 
 def _total(terms: dict[tuple[ProcessGroup, ...], Tensor], norm_type: float) -> Tensor:
