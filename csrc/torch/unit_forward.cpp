@@ -174,6 +174,7 @@ fsdp_status fsdp_torch_unit_summon(fsdp_torch_unit *unit,
     self.engine->recover();
     const at::NoGradGuard no_grad;
     fsdp_torch::show_requires_grad(self);
+    self.grad_places.clear();  // those of frozen segments, too
     return fsdp_unit_summon(self.core, &here, error);
   };
 }
@@ -185,7 +186,9 @@ fsdp_status fsdp_torch_unit_dismiss(fsdp_torch_unit *unit, bool writeback,
     if (!self.engine) return fsdp_unit_dismiss(self.core, writeback, error);
     const fsdp_torch::EngineCall call(*self.engine);
     const at::NoGradGuard no_grad;
-    return fsdp_unit_dismiss(self.core, writeback, error);
+    const fsdp_status status = fsdp_unit_dismiss(self.core, writeback, error);
+    self.grad_places.clear();
+    return status;
   };
 }
 

@@ -136,8 +136,7 @@ at::Tensor partial_grad(Unit &unit, const GradPlace &place, void *data) {
 
 // Not a parameter that was frozen before it got one.
 bool has_grad(const GradPlace &place) {
-  return place.param == nullptr || place.holder->requires_grad() ||
-         place.had_grad;
+  return place.holder->requires_grad() || place.had_grad;
 }
 
 // A rank that holds nothing of a parameter has no gradient of it, unless that
@@ -311,12 +310,24 @@ void show_full_grads(Unit &unit, c10::Device device, void *const *data) {
     attach(*segment.full_grad, data[i],
            nbytes_of(segment.layout->padded_numel, segment.grad));
   }
-  for (Param &param : unit.params) {
+  std::vector<bool> param_has_grad(unit.params.size());
+  std::vector<bool> segment_has_grad(unit.segments.size());
+  for (const GradPlace &place : grad_places(unit)) {
+    if (!has_grad(place)) continue;
+    if (place.param == nullptr) {
+      segment_has_grad[index_of(unit, place)] = true;
+    } else {
+      param_has_grad[static_cast<size_t>(place.param - unit.params.data())] =
+          true;
+    }
+  }
+  for (size_t i = 0; i < unit.params.size(); i++) {
+    Param &param = unit.params[i];
     const Segment &segment = segment_of(unit, param);
     if (!is_trainable(unit, segment)) continue;
     param.full_grad = make_view(segment.full_grad, keys, segment.grad,
                                 param.sizes, param.unsharded.storage_offset());
-    if (param.tensor.requires_grad()) {
+    if (param_has_grad[i] || segment_has_grad[index_of(unit, segment)]) {
       param.tensor.mutable_grad() = param.full_grad;
     }
   }
@@ -349,7 +360,6 @@ fsdp_status show_grads(void * /*context*/, void *owner, fsdp_view view,
               ? partial_grad(unit, place, data[index_of(unit, place)])
               : sharded_grad(unit, place);
     }
-    if (view == FSDP_VIEW_UNSHARDED) return FSDP_OK;
     return FSDP_OK;
   };
 }

@@ -38,6 +38,7 @@ typedef struct fsdp_unit_segment {
   bool is_resident;    /* place.c: one rank, no cast: the shard is all of it */
   bool is_trainable;   /* place.c, unused.c: some parameter requires grad */
   bool has_grad_place; /* place.c, unused.c: it ever was trainable */
+  bool is_thawed;      /* summon.c: trainable while it lasts */
 
   /* gradients.c: memory of the sharded gradient; NULL: none. Ask for it again
    * in each reduction: the port may have moved it since. */

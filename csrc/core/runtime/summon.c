@@ -96,6 +96,24 @@ done:
   return status;
 }
 
+/* A segment that was frozen after it had gradients may have them still. Whether
+ * it has is known on this rank alone, so all ranks bring it. */
+static void thaw(fsdp_unit *unit) {
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    fsdp_unit_segment *segment = &unit->segments[i];
+    segment->is_thawed = segment->has_grad_place && !segment->is_trainable;
+    segment->is_trainable = segment->has_grad_place;
+  }
+}
+
+static void freeze_again(fsdp_unit *unit) {
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    fsdp_unit_segment *segment = &unit->segments[i];
+    if (segment->is_thawed) segment->is_trainable = false;
+    segment->is_thawed = false;
+  }
+}
+
 /* Unsharded and partial gradients (no_sync) stay as they are. */
 static fsdp_status summon_grads(fsdp_unit *unit, fsdp_error *error) {
   const fsdp_view_ops *views = &unit->engine->views;
@@ -105,6 +123,7 @@ static fsdp_status summon_grads(fsdp_unit *unit, fsdp_error *error) {
   if (unit->full_grad_nbytes == 0 || fsdp_unit_holds_grads(unit)) {
     return FSDP_OK;
   }
+  thaw(unit);
   FSDP_TRY(views->take_grads(views->context, unit->options.owner, false, NULL,
                              &has_grads, error));
   fsdp_unit_priv_set_grads(unit, FSDP_GRADS_SHARDED, has_grads);
@@ -139,6 +158,7 @@ static void abandon(fsdp_unit *unit) {
   }
   unit->whole.is_shown = false;
   unit->whole_grad.is_shown = false;
+  freeze_again(unit);
   fsdp_unit_priv_abandon_whole(unit);
 }
 
@@ -299,6 +319,7 @@ fsdp_status fsdp_unit_dismiss(fsdp_unit *unit, bool writeback,
   FSDP_TRY(dismiss_grads(unit, writeback, error));
   fsdp_unit_priv_free_whole(unit, false);
   fsdp_unit_priv_free_whole(unit, true);
+  freeze_again(unit);
   unit->is_summoned = false;
 done:
   return status;
