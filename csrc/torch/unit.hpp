@@ -124,6 +124,7 @@ struct Segment {
   at::Tensor next_grad;
   at::Tensor idle_grad;
   at::Tensor flat_param;  // use_orig_params=False
+  // The shard's own, if a lone rank has it in the dtype of computation.
   StoragePtr unsharded;
   StoragePtr part;                 // null: the unit keeps no parts
   StoragePtr full;                 // on the unit's device
@@ -317,6 +318,10 @@ inline bool has_memory(c10::StorageImpl &storage) {
 // nullptr: it has none.
 inline const c10::StorageImpl *storage_of(const at::Tensor &tensor) {
   return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+}
+// Whether whole parameters are the shard itself.
+inline bool is_resident(const Segment &segment) {
+  return segment.unsharded.get() == storage_of(segment.shard);
 }
 inline StoragePtr storage_ptr_of(const at::Tensor &tensor) {
   return tensor.unsafeGetTensorImpl()

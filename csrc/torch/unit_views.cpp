@@ -146,6 +146,14 @@ StoragePtr &storage_of_view(Segment &segment, fsdp_view view) {
   }
 }
 
+bool is_extended(const Unit &unit, const Segment &segment) {
+  return std::any_of(
+      unit.params.begin(), unit.params.end(), [&](const Param &param) {
+        return param.is_extended &&
+               &unit.segments[static_cast<size_t>(param.segment)] == &segment;
+      });
+}
+
 // Whole parameters on the host: only a summon on an accelerator needs them.
 void make_host_views(Unit &unit) {
   const c10::DispatchKeySet keys = keys_of(c10::kCPU);
@@ -212,6 +220,7 @@ void show_shards(Unit &unit) {
 
 void empty_storages(Unit &unit) {
   for (Segment &segment : unit.segments) {
+    if (is_resident(segment)) continue;
     detach(unit, *segment.unsharded);
     detach(unit, *segment.full);
     if (segment.full_on_host) detach(unit, *segment.full_on_host);
@@ -250,7 +259,9 @@ fsdp_status show_params(void * /*context*/, void *owner, fsdp_view view,
           view == FSDP_VIEW_UNSHARDED
               ? segment.layout->padded_numel + segment.spare_numel
               : segment.layout->padded_numel;
-      attach(*storage_of_view(segment, view), data[i],
+      const StoragePtr &storage = storage_of_view(segment, view);
+      if (storage.get() == storage_of(segment.shard)) continue;
+      attach(*storage, data[i],
              numel * static_cast<int64_t>(c10::elementSize(dtype)));
     }
     if (view == FSDP_VIEW_UNSHARDED && unit.is_by_rows) show_columns(unit);
@@ -275,7 +286,10 @@ fsdp_status take_params(void * /*context*/, void *owner, fsdp_view view,
       if (follow_moved_shards(unit)) unit.shard_was_written = true;
     } else {
       for (size_t i = 0; i < unit.segments.size(); i++) {
-        bring_back(*storage_of_view(unit.segments[i], view), data[i]);
+        Segment &segment = unit.segments[i];
+        const StoragePtr &storage = storage_of_view(segment, view);
+        if (storage.get() == storage_of(segment.shard)) continue;  // followed
+        bring_back(*storage, data[i]);
       }
     }
     for (size_t i = 0; i < unit.params.size(); i++) {
@@ -409,11 +423,15 @@ void make_views(Unit &unit) {
       "FSDP unit '" + unit.name +
       "' is sharded now: this tensor was a view of its unsharded parameters. "
       "Keep a clone, or read it inside summon_full_params.";
-  for (Segment &segment : unit.segments) {
-    segment.unsharded = empty_storage(unit.device);
-    segment.full = empty_storage(unit.device);
-  }
   const bool is_alone = fsdp_flat_layout_world_size(unit.layout) == 1;
+  for (Segment &segment : unit.segments) {
+    const bool is_resident = is_alone && segment.compute == segment.master &&
+                             !unit.offloads && !is_extended(unit, segment);
+    segment.unsharded =
+        is_resident ? segment.shard.storage().getWeakStorageImpl().lock()
+                    : empty_storage(unit.device);
+    segment.full = is_resident ? segment.unsharded : empty_storage(unit.device);
+  }
   const c10::DispatchKeySet keys = keys_of(unit.device);
   for (size_t i = 0; i < unit.params.size(); i++) {
     Param &param = unit.params[i];
