@@ -3,7 +3,7 @@
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from importlib import import_module
 from typing import Any, TypeVar
@@ -95,6 +95,12 @@ def replace_autograd_engine(make: Callable[[Any], Any]) -> None:
     """Let torch call ``make(engine)`` in the place of autograd's engine."""
     variable: Any = Variable
     variable._execution_engine = make(variable._execution_engine)
+
+
+def outside_transforms() -> AbstractContextManager[object]:
+    """Return a context in which no transform of torch.func is active."""
+    context: AbstractContextManager[object] = torch._C._DisableFuncTorch()
+    return context
 
 
 def run_policy(

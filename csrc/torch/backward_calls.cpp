@@ -12,6 +12,8 @@
 //     something that a module keeps), so they must be whole by then.
 // Whose graph will run is not known yet, so this happens in all engines, which
 // hide their parameters again if it was not theirs.
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
@@ -98,4 +100,20 @@ extern "C" fsdp_status fsdp_torch_around_backward(bool begins,
     }
     return FSDP_OK;
   };
+}
+
+extern "C" PyObject *fsdp_torch_leaf_of(PyObject *object) {
+  HANDLE_TH_ERRORS
+  if (!THPVariable_Check(object)) return Py_NewRef(object);
+  const at::Tensor &tensor = THPVariable_Unpack(object);
+  for (const auto &engine : fsdp_torch::engines_that_live()) {
+    for (fsdp_torch::Unit *unit : engine->units) {
+      for (fsdp_torch::Param &param : unit->params) {
+        if (!param.sharded_param.param.is_same(tensor)) continue;
+        return THPVariable_Wrap(param.leaf());
+      }
+    }
+  }
+  return Py_NewRef(object);
+  END_HANDLE_TH_ERRORS
 }

@@ -454,6 +454,9 @@ FSDP_NODISCARD fsdp_status fsdp_torch_engine_run_capture_stage(
  * GIL; given up only while another thread holds an engine's lock. may block */
 FSDP_NODISCARD fsdp_status fsdp_torch_around_backward(bool begins,
                                                       fsdp_error *error);
+/* What autograd knows a parameter of `fully_shard` as, if the object is one,
+ * else the object. GIL. A new reference, or NULL with an exception. */
+struct _object *fsdp_torch_leaf_of(struct _object *object);
 
 /* Drops what an unfinished step left (see fsdp_engine_reset), and registers the
  * sharded parameters. GIL not held. may block */

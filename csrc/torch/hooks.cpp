@@ -19,6 +19,7 @@
 #include "torch/guard.hpp"
 #include "torch/offload.hpp"
 #include "torch/step_stream.hpp"
+#include "torch/transforms.hpp"
 #include "torch/unit.hpp"
 
 namespace fsdp_torch {
@@ -58,6 +59,7 @@ class BackwardEnd {
   BackwardEnd &operator=(const BackwardEnd &) = delete;
 
   void run() {
+    const OutsideTransforms outside;
     has_run_ = true;
     try {
       follow_reductions(*engine_);
@@ -166,6 +168,7 @@ void expect_grads(Unit &unit, bool was_whole) {
 }
 
 void run_pre_backward(Unit &unit) {
+  const OutsideTransforms outside;
   const std::shared_ptr<Engine> engine = unit.engine;
   check_left_shown(*engine);
   open_rows(*engine);
@@ -322,6 +325,7 @@ class GradHook : public torch::autograd::FunctionPostHook {
   variable_list operator()(const variable_list &outputs,
                            const variable_list & /*inputs*/) override {
     if (handle_->unit == nullptr) return outputs;
+    const OutsideTransforms outside;
     at::Tensor grad = take_grad(*handle_->unit, index_);
     if (grad.defined()) hand_over(*handle_->unit, std::move(grad));
     return outputs;
@@ -455,20 +459,19 @@ extern "C" {
 fsdp_status fsdp_torch_unit_hook_output(fsdp_torch_unit *unit, PyObject *tensor,
                                         bool *is_hooked, fsdp_error *error) {
   GUARDED(error) {
-    const at::Tensor &output = THPVariable_Unpack(tensor);
-    if (!output.requires_grad()) {
-      *is_hooked = false;
-      return FSDP_OK;
-    }
-    const auto call = fsdp_torch::forward_call_of(unit->self);
-    fsdp_torch::hook_tensor(output, call);
-    // An in-place operation on a view gives it a new node and drops its hook;
-    // the node of its base stays in the graph.
-    if (output.is_view()) {
+    std::shared_ptr<fsdp_torch::ForwardCall> call;
+    for (const at::Tensor &output :
+         fsdp_torch::layers_of(THPVariable_Unpack(tensor))) {
+      if (!output.requires_grad()) continue;
+      if (!call) call = fsdp_torch::forward_call_of(unit->self);
+      fsdp_torch::hook_tensor(output, call);
+      // An in-place operation on a view gives it a new node and drops its hook;
+      // the node of its base stays in the graph.
+      if (!output.is_view()) continue;
       const at::Tensor base(output._base());
       if (!base.is_leaf()) fsdp_torch::hook_tensor(base, call);
     }
-    *is_hooked = true;
+    *is_hooked = call != nullptr;
     return FSDP_OK;
   };
 }

@@ -30,6 +30,7 @@
 #include "torch/bridge.h"
 #include "torch/guard.hpp"
 #include "torch/step_stream.hpp"
+#include "torch/transforms.hpp"
 #include "torch/unit.hpp"
 
 namespace fsdp_torch {
@@ -140,19 +141,30 @@ bool is_taken(Engine &engine, const torch::autograd::Node *node,
   return other && other->handle != call->handle;
 }
 
+// Whether the unit needs an alias of its own.
+bool needs_alias(const std::shared_ptr<InputCall> &call,
+                 const at::Tensor &input) {
+  const Unit &unit = *call->handle->unit;
+  return input.is_leaf() ||
+         (unit.engine && is_taken(*unit.engine, input.grad_fn().get(), call));
+}
+
 // The tensor that the unit gets for `input`: itself, or an alias.
 at::Tensor hook_input(const std::shared_ptr<InputCall> &call,
                       const at::Tensor &input) {
   at::Tensor own = input;
-  const Unit &unit = *call->handle->unit;
-  if (input.is_leaf() ||
-      (unit.engine && is_taken(*unit.engine, input.grad_fn().get(), call))) {
-    own = at::alias(input);
+  bool is_aliased = false;
+  for (const at::Tensor &each : layers_of(input)) {
+    is_aliased |= each.requires_grad() && needs_alias(call, each);
   }
-  torch::autograd::Node *node = own.grad_fn().get();
-  call->inputs.push_back({node});
-  node->add_tensor_pre_hook(
-      std::make_unique<InputHook>(call, call->inputs.size() - 1));
+  if (is_aliased) own = at::alias(input);
+  for (const at::Tensor &each : layers_of(own)) {
+    if (!each.requires_grad()) continue;
+    torch::autograd::Node *node = each.grad_fn().get();
+    call->inputs.push_back({node});
+    node->add_tensor_pre_hook(
+        std::make_unique<InputHook>(call, call->inputs.size() - 1));
+  }
   return own;
 }
 
@@ -195,7 +207,6 @@ fsdp_status fsdp_torch_inputs_create(fsdp_torch_unit *unit,
 PyObject *fsdp_torch_inputs_hook(fsdp_torch_inputs *inputs, PyObject *tensor) {
   HANDLE_TH_ERRORS
   const at::Tensor &input = THPVariable_Unpack(tensor);
-  if (!input.requires_grad()) return Py_NewRef(tensor);
   const at::Tensor own = fsdp_torch::hook_input(inputs->call, input);
   if (own.unsafeGetTensorImpl() == input.unsafeGetTensorImpl()) {
     return Py_NewRef(tensor);

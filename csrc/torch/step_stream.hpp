@@ -28,11 +28,14 @@
 #include <mutex>
 #include <optional>
 
+#include "torch/transforms.hpp"
+
 namespace fsdp_torch {
 
 struct Engine;
 
-// Holds the engine's lock, and has the step's stream as the current one.
+// Holds the engine's lock, and has the step's stream as the current one. No
+// transform is active: Note [Function transforms].
 class EngineCall {
  public:
   // A wait that the device refuses is not reported here: a device that fails
@@ -48,6 +51,7 @@ class EngineCall {
   void take(const at::Tensor &tensor) const;
 
  private:
+  OutsideTransforms outside_;
   std::unique_lock<std::mutex> lock_;
   std::optional<c10::StreamGuard> guard_;  // the caller's stream is another one
 };

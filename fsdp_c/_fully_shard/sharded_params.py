@@ -27,6 +27,7 @@ from fsdp_c._units.cuts import (
     local_of,
     parallel_param,
 )
+from fsdp_c._units.uses import check_is_parameter
 
 
 class Place(NamedTuple):
@@ -102,6 +103,7 @@ class ShardedParams:
             and param.placements == self.cuts[place.param].placements
         ):
             return
+        check_is_parameter(param, f"parameter {place.fqn!r} of {self._owner}")
         raise RuntimeError(
             f"parameter {place.fqn!r} of {self._owner} is no longer "
             f"the DTensor of shape {tuple(old.shape)} that fully_shard() registered: "

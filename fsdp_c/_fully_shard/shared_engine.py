@@ -14,7 +14,11 @@ from fsdp_c._engines.optimizer_in_backward import adopt_in_backward_optimizers
 from fsdp_c._engines.order_warning import watch_order
 from fsdp_c._fully_shard.group import Group, SharedEngine, groups_in, groups_of
 from fsdp_c._fully_shard.several import end_runs
-from fsdp_c._torch_compat import interpreted, interpreted_with_callees
+from fsdp_c._torch_compat import (
+    interpreted,
+    interpreted_with_callees,
+    outside_transforms,
+)
 
 
 @interpreted_with_callees
@@ -29,9 +33,13 @@ def ensure_engine(module: nn.Module) -> None:
             parameters without memory.
         ValueError: The groups are on several devices.
     """
+    if groups_of(module)[0].running is None:
+        with outside_transforms():  # torch.func's would wrap what is made here
+            _make_engine(module)
+
+
+def _make_engine(module: nn.Module) -> None:
     root = groups_of(module)[0]
-    if root.running is not None:
-        return
     groups = groups_in(module)
     units = [each.ensure_unit(name) for each, name in groups.items()]
     for each, name in groups.items():

@@ -16,7 +16,7 @@ from fsdp_c._units.config import Config
 from fsdp_c._units.flat_param_facts import FlatParamFacts, find_facts
 from fsdp_c._units.names import flat_param_name
 from fsdp_c._units.parallel import ParallelParams
-from fsdp_c._units.uses import ParamUse, mark_sharded
+from fsdp_c._units.uses import ParamUse, check_is_parameter, mark_sharded
 
 # "1": a module's own __setattr__ is never called. FSDP1's name.
 UNSAFE_SETATTR = "FSDP_USE_UNSAFE_SETATTR"
@@ -163,9 +163,9 @@ class Originals:
     def _watch(self) -> None:
         """Let the unit notice, before its forward, parameters that were replaced.
 
-        Hidden parameters are not among those that a user would replace.
+        Behind a flat parameter nobody would: there it is the flat one.
         """
-        if self._hides or not self.uses:
+        if not self.uses:
             return
         owner = weakref.ref(self)  # the unit must not keep this object
 
@@ -175,8 +175,13 @@ class Originals:
             if originals is not None:
                 originals.check()
 
+        flat = [
+            (self._module._parameters, name, param)
+            for name, param in self._flat_params.items()
+        ]
         self._unit.watch(
-            [
+            flat
+            or [
                 (use.module._parameters, use.name, use.param)
                 for use in self.uses
                 if use.param not in self.parallel.cuts
@@ -192,6 +197,11 @@ class Originals:
         replace one with another dtype or size.
         """
         is_hidden = self._hides and self._num_shows == 0
+        for name, param in self._flat_params.items() if is_hidden else ():
+            now = self._module._parameters.get(name)
+            check_is_parameter(now, f"parameter {name!r} of unit {self._unit.name!r}")
+            if now is not param:
+                raise self._not_taken(name)
         current = []
         for use in self.uses:
             registered: Any = use.module._parameters
@@ -210,13 +220,10 @@ class Originals:
                 or not isinstance(now, nn.Parameter)
                 or new.setdefault(use.slot, now) is not now
             ):
-                raise RuntimeError(
-                    f"Cannot writeback to parameter {use.fqn!r} of unit "
-                    f"{self._unit.name!r}: it was removed after wrapping, or replaced "
-                    "in one of the places that share it; change the module before "
-                    "wrapping it, or copy new values into the parameter inside "
-                    "FullyShardedDataParallel.summon_full_params()"
+                check_is_parameter(
+                    now, f"parameter {use.fqn!r} of unit {self._unit.name!r}"
                 )
+                raise self._not_taken(use.fqn)
         self._unit.show_kept(False)
         for use in {use.slot: use for use in reversed(self.uses)}.values():
             now = new[use.slot]
@@ -231,6 +238,14 @@ class Originals:
                 mark_sharded(now, self._unit.name)
         self.uses = tuple(use._replace(param=new[use.slot]) for use in self.uses)
         self._watch()
+
+    def _not_taken(self, name: str) -> RuntimeError:
+        return RuntimeError(
+            f"Cannot writeback to parameter {name!r} of unit {self._unit.name!r}: it "
+            "was removed after wrapping, or replaced in one of the places that share "
+            "it; change the module before wrapping it, or copy new values into the "
+            "parameter inside FullyShardedDataParallel.summon_full_params()"
+        )
 
     # What is registered -----------------------------------------------------
 

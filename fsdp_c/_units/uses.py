@@ -30,6 +30,23 @@ def sharding_unit(param: nn.Parameter) -> str | None:
     return name
 
 
+def check_is_parameter(now: object, what: str) -> None:
+    """Refuse a tensor that stands in the place of the sharded parameter ``what``.
+
+    Raises:
+        RuntimeError: It does, as under ``torch.func.functional_call``.
+    """
+    if isinstance(now, nn.Parameter) or not isinstance(now, torch.Tensor):
+        return
+    raise RuntimeError(
+        f"{what} is a tensor and no parameter now, as under "
+        "torch.func.functional_call(), but a sharded module computes with its own "
+        "parameters: transform functions of inputs (torch.func.jvp, vjp and grad, or "
+        "torch.autograd.forward_ad), and let backward() compute the gradients of "
+        "parameters"
+    )
+
+
 def is_flat_param(param: nn.Parameter) -> bool:
     """Return whether ``param`` is a flat parameter, ours or torch's."""
     return getattr(param, "_is_flat_param", False)

@@ -1,0 +1,173 @@
+"""Function transforms (torch.func) and forward_ad through sharded modules.
+
+Compared with the unsharded model on the data of all ranks. torch's fully_shard is right
+for functions of inputs; FSDP1 and functional_call() with other values are not.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
+
+from helpers.distributed import distributed
+from helpers.models import MLP, Block, vectors
+from helpers.reference import Differential
+from helpers.rows import Rows, as_double, shard_units
+
+APIS = ("FSDP", "FSDP flat", "fully_shard")
+Loss = Callable[[Any, Tensor], Tensor]
+
+
+def _both(api: str, strategy: str = "FULL_SHARD") -> Differential:
+    if api == "fully_shard":
+        reshards = strategy == "FULL_SHARD"
+        return Rows(
+            MLP,
+            lambda module: shard_units(module, {Block}, reshard_after_forward=reshards),
+            vectors,
+        )
+    return Differential.of_units(
+        lambda: MLP().double(),
+        {Block},
+        lambda generator: as_double(vectors(generator)),
+        use_orig_params=api == "FSDP",
+        strategy=strategy,
+    )
+
+
+def _train(both: Differential, loss: Loss, num_steps: int = 3) -> None:
+    for _ in range(num_steps):
+        batches = [batch[0].detach() for batch in both.batches()]
+        both.zero_grad()
+        losses = [loss(both.reference, batch) for batch in batches]
+        torch.stack(losses).mean().backward()
+        mine = loss(both.model, batches[both.rank])
+        both.check_loss(mine, losses[both.rank].detach())
+        mine.backward()
+        both.checked_step()
+
+
+def _jvp(model: Any, x: Tensor) -> Tensor:
+    """MeanFlow's: the tangent is a target."""
+    u, tangent = jvp(model, (x,), (torch.ones_like(x),))
+    return (u - 0.3 * tangent.detach() - 1).square().mean()
+
+
+def _through_jvp(model: Any, x: Tensor) -> Tensor:
+    u, tangent = jvp(model, (x,), (torch.ones_like(x),))
+    return (u - 0.3 * tangent - 1).square().mean()
+
+
+def _forward_ad(model: Any, x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        dual = model(forward_ad.make_dual(x, torch.ones_like(x)))
+        u, tangent = forward_ad.unpack_dual(dual)
+    return (u - 0.3 * tangent.detach() - 1).square().mean()
+
+
+def _grad(model: Any, x: Tensor) -> Tensor:
+    """Of the inputs: a score."""
+    score = grad(lambda each: model(each).square().sum())(x)
+    return (model(x).sum(-1, keepdim=True) - score).square().mean()
+
+
+def _vjp(model: Any, x: Tensor) -> Tensor:
+    out, pull_back = vjp(model, x)
+    (pulled,) = pull_back(torch.ones_like(out))
+    return (out.sum(-1, keepdim=True) - pulled.detach()).square().mean()
+
+
+def _vmap(model: Any, x: Tensor) -> Tensor:
+    out: Tensor = vmap(model)(x)
+    return out.square().mean()
+
+
+def _jacrev(model: Any, x: Tensor) -> Tensor:
+    jacobian = jacrev(lambda each: model(each).sum(0))(x)
+    return (model(x) - jacobian.detach().mean()).square().mean()
+
+
+def _no_grad(model: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        _, tangent = jvp(model, (x,), (torch.ones_like(x),))
+    return (model(x) - tangent).square().mean()
+
+
+def _own_params(model: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = functional_call(model, dict(model.named_parameters()), (x,))
+    return out.square().mean()
+
+
+LOSSES = {
+    "jvp": _jvp,
+    "through jvp": _through_jvp,
+    "forward_ad": _forward_ad,
+    "grad": _grad,
+    "vjp": _vjp,
+    "vmap": _vmap,
+    "jacrev": _jacrev,
+    "no_grad": _no_grad,
+    "functional_call": _own_params,
+}
+
+
+@pytest.mark.parametrize("loss", list(LOSSES))
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.parametrize("api", APIS)
+@distributed(world_size=2)
+def test_functions_of_inputs(api: str, strategy: str, loss: str) -> None:
+    _train(_both(api, strategy), LOSSES[loss])
+
+
+def _other_values(model: nn.Module, x: Tensor) -> Tensor:
+    params = {name: 2 * param for name, param in model.named_parameters()}
+    out: Tensor = functional_call(model, params, (x,))
+    return out.sum()
+
+
+def _grad_of_params(model: nn.Module, x: Tensor) -> Tensor:
+    params = dict(model.named_parameters())
+    grads = grad(lambda each: functional_call(model, each, (x,)).sum())(params)
+    return sum(each.sum() for each in grads.values())
+
+
+@pytest.mark.parametrize("loss", [_other_values, _grad_of_params])
+@pytest.mark.parametrize("api", APIS)
+@distributed(world_size=2)
+def test_functions_of_parameters_are_refused(api: str, loss: Loss) -> None:
+    """The module would compute with the values in its shards. It trains on."""
+    both = _both(api)
+    _train(both, _jvp, 1)
+    message = r"is a tensor and no parameter now.*functional_call.*torch\.func\.jvp"
+    with pytest.raises(RuntimeError, match=message):
+        loss(both.model, *both.batches()[both.rank])
+    _train(both, _jvp, 1)
+
+
+@pytest.mark.parametrize("names", [["blocks.1"], ["inp"], ["out", "blocks.0"], [""]])
+@pytest.mark.parametrize("api", ["FSDP", "fully_shard"])
+@distributed(world_size=2)
+def test_backward_of_some_parameters(api: str, names: list[str]) -> None:
+    """``backward(inputs=...)`` reduces their gradients and makes no others."""
+    both = _both(api)
+    for _ in range(3):
+        batches = both.batches()
+        both.zero_grad()
+        losses = [both.reference(*batch).square().mean() for batch in batches]
+        mine = both.model(*batches[both.rank]).square().mean()
+        for model, loss in (
+            (both.reference, torch.stack(losses).mean()),
+            (both.model, mine),
+        ):
+            inputs = [
+                param
+                for name, param in model.named_parameters()
+                if any(each in name for each in names)
+            ]
+            assert inputs
+            loss.backward(inputs=inputs)
+        both.checked_step()
