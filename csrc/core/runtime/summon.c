@@ -102,14 +102,16 @@ static void thaw(fsdp_unit *unit) {
   for (int64_t i = 0; i < unit->num_segments; i++) {
     fsdp_unit_segment *segment = &unit->segments[i];
     segment->is_thawed = segment->has_grad_place && !segment->is_trainable;
-    segment->is_trainable = segment->has_grad_place;
+    if (segment->is_thawed) { /* it has a place, so this cannot fail */
+      (void)!fsdp_unit_priv_train(unit, i, true, NULL);
+    }
   }
 }
 
 static void freeze_again(fsdp_unit *unit) {
   for (int64_t i = 0; i < unit->num_segments; i++) {
     fsdp_unit_segment *segment = &unit->segments[i];
-    if (segment->is_thawed) segment->is_trainable = false;
+    if (segment->is_thawed) (void)!fsdp_unit_priv_train(unit, i, false, NULL);
     segment->is_thawed = false;
   }
 }
