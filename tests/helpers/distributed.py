@@ -150,10 +150,13 @@ def fork_server() -> Any:
 class Pool:
     """The worker processes of one world size and device."""
 
-    def __init__(self, world_size: int, device: str = TEST_DEVICE) -> None:
+    def __init__(
+        self, world_size: int, device: str = TEST_DEVICE, *, hides_gpus: bool = False
+    ) -> None:
         self.world_size = world_size
         self.device = device
         self._env: dict[str, str] = {}
+        self._hidden = {"CUDA_VISIBLE_DEVICES": ""} if hides_gpus else {}
         if device == "sim":
             from simdevice.build import build_fake_nccl
 
@@ -188,7 +191,7 @@ class Pool:
             stacks=stacks_path,
             stderr=stderr_path,
             path=[str(TESTS_DIR), *(p or os.getcwd() for p in sys.path)],
-            env={**self._env, **_worker_environment()},
+            env={**self._env, **_worker_environment(), **self._hidden},
         )
         process = fork_server().Process(target=_work, args=(config, theirs))
         process.start()
@@ -317,7 +320,7 @@ def _code_of(path: str) -> bytes:
     return marshal.dumps(compile(tree, path, "exec", dont_inherit=True))
 
 
-_pools: dict[tuple[int, str], Pool] = {}
+_pools: dict[tuple[int, str, bool], Pool] = {}
 
 
 def close_pools() -> None:
@@ -332,13 +335,15 @@ def run_task(
     arguments: dict[str, Any],
     timeout_s: float = DEFAULT_TIMEOUT_S,
     device: str = TEST_DEVICE,
+    *,
+    hides_gpus: bool = False,
 ) -> None:
     """Run ``body`` on ``world_size`` ranks; raise pytest's outcome of it."""
     timeout_s *= float(os.environ.get("FSDP_C_TEST_TIMEOUT_FACTOR", "1"))
-    key = (world_size, device)
+    key = (world_size, device, hides_gpus)
     pool = _pools.get(key)
     if pool is None:
-        pool = _pools[key] = Pool(world_size, device)
+        pool = _pools[key] = Pool(world_size, device, hides_gpus=hides_gpus)
     pool.num_tasks += 1
     path = sys.modules[body.__module__].__file__  # a decorator's body is elsewhere
     assert path is not None, body
@@ -401,6 +406,7 @@ def distributed(
     *,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     device: str = TEST_DEVICE,
+    hides_gpus: bool = False,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make ``test_x(rank, world_size, ...)`` a test on ``world_size`` ranks.
 
@@ -408,13 +414,17 @@ def distributed(
         world_size: Ranks; a sequence runs the test once for each.
         timeout_s: Seconds after which the ranks' stacks are shown and they end.
         device: "cpu", "sim" or "cuda"; by default what FSDP_C_TEST_DEVICE says.
+        hides_gpus: For the CPU: frameworks use any GPU that they see, whatever they are
+            told.
     """
     sizes = [world_size] if isinstance(world_size, int) else list(world_size)
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)
         def test(world_size: int, **arguments: Any) -> None:
-            run_task(body, world_size, arguments, timeout_s, device)
+            run_task(
+                body, world_size, arguments, timeout_s, device, hides_gpus=hides_gpus
+            )
 
         signature = inspect.signature(body)
         named = {

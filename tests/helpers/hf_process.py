@@ -1,14 +1,20 @@
 """A test worker as a process that torchrun or accelerate started, for a while."""
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator
+
+from helpers.distributed import distributed
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # from_pretrained loads in threads, which may outlive it.
 os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
+
+# accelerate and the Trainer take a GPU that they see, also when told to use the CPU.
+on_cpu = functools.partial(distributed, device="cpu", hides_gpus=True)
 
 # What launchers and accelerate's classes write; taken back after each test.
 _PREFIXES = ("ACCELERATE_", "FSDP_", "FORK_LAUNCHED", "MASTER_")

@@ -9,9 +9,8 @@ from torch import Tensor
 
 import fsdp_c
 from fsdp_c import FullyShardedDataParallel as FSDP
-from helpers.distributed import distributed
 from helpers.hf_models import PAD, build, data
-from helpers.hf_process import launched
+from helpers.hf_process import launched, on_cpu
 from helpers.hf_training import (
     BATCH,
     WORLD,
@@ -40,7 +39,7 @@ _PREDICTS = list(product(("full_shard", "shard_grad_op"), (1, 2)))
 @pytest.mark.parametrize(
     "case", cases(_PREDICTS, [("full_shard", 1), ("shard_grad_op", 2)])
 )
-@distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
+@on_cpu(world_size=WORLD, timeout_s=TIMEOUT_S)
 def test_predict_with_generate(rank: int, case: tuple[str, int]) -> None:
     kind, num_beams = case
     num_examples, num_tokens = 2 * WORLD * BATCH, 5
@@ -78,7 +77,7 @@ _COMMON = [("llama", True), ("gpt2", False), ("lora", True)]
 
 
 @pytest.mark.parametrize("case", cases(_SUMMONED, set(_SUMMONED) - set(_COMMON)))
-@distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
+@on_cpu(world_size=WORLD, timeout_s=TIMEOUT_S)
 def test_within_summon_full_params(rank: int, case: tuple[str, bool]) -> None:
     name, use_orig_params = case
     prompt = data(name, WORLD)[rank]["input_ids"][None]
@@ -99,7 +98,7 @@ def test_within_summon_full_params(rank: int, case: tuple[str, bool]) -> None:
 
 
 @pytest.mark.parametrize("case", [("llama", 1), ("llama", 2), ("lora", 2)])
-@distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
+@on_cpu(world_size=WORLD, timeout_s=TIMEOUT_S)
 def test_unit_by_unit(rank: int, case: tuple[str, int]) -> None:
     """register_forward_method: the model is never whole on a rank.
 

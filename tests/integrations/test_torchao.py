@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fsdp_c import checkpoint, fully_shard
 from helpers.distributed import distributed
-from helpers.groups import groups_destroyed
+from helpers.groups import groups_destroyed, kept_mesh
 from helpers.seeds import generator
 
 DIM = 32  # float8 products need multiples of 16
@@ -42,6 +42,8 @@ def _make_model(
     convert_to_float8_training(
         model, config=config, module_filter_fn=lambda _, name: name != "2"
     )
+    if mesh is None:
+        mesh = kept_mesh((dist.get_world_size(),), ("shard",))
     for block in model[:2]:
         function(block, mesh=mesh, **options)
     return function(model, mesh=mesh, **options)

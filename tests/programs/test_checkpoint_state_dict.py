@@ -24,13 +24,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from helpers.distributed import distributed
+from helpers.groups import kept_mesh
 from helpers.impl import FSDP, fsdp
 from helpers.models import CASES, loss_of
 from helpers.reference import assert_same, assert_same_tensors
@@ -212,7 +212,7 @@ def test_get_offloaded(rank: int, use_orig_params: bool) -> None:
 @distributed(world_size=2, device="cpu")
 def test_get_with_device_mesh(world_size: int, use_orig_params: bool) -> None:
     """With a device mesh the sharded values are DTensors, as FSDP1's."""
-    mesh = init_device_mesh("cpu", (world_size,))
+    mesh = kept_mesh((world_size,), ("shard",))
     kwargs = {"use_orig_params": use_orig_params, "device_mesh": mesh}
     ours, theirs = trained("fsdp_c", "mlp", **kwargs), trained("torch", "mlp", **kwargs)
     mine, torchs = get_state_dict(*ours), get_state_dict(*theirs)

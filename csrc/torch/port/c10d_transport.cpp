@@ -86,10 +86,12 @@ class Views {
       return view;
     }
     views_.push_back(
-        at::from_blob(const_cast<void *>(data), {numel},
-                      at::TensorOptions()
-                          .dtype(static_cast<at::ScalarType>(dtype.code))
-                          .device(device)));
+        at::for_blob(const_cast<void *>(data), {numel})
+            .options(at::TensorOptions()
+                         .dtype(static_cast<at::ScalarType>(dtype.code))
+                         .device(device))
+            .target_device(device)  // an empty one has no address there
+            .make_tensor());
     return views_.back();
   }
 

@@ -53,10 +53,13 @@ Provider::Provider(c10::Device device)
   }
 }
 
+// The device is said, not found out by the address: that would be a question to
+// the driver for each view, and an empty part has no address on the device.
 at::Tensor Provider::view(void *data, int64_t numel, fsdp_dtype dtype) const {
-  return at::from_blob(
-      data, {numel},
-      at::TensorOptions().dtype(scalar_type(dtype)).device(device_));
+  return at::for_blob(data, {numel})
+      .options(at::TensorOptions().dtype(scalar_type(dtype)).device(device_))
+      .target_device(device_)
+      .make_tensor();
 }
 
 at::Tensor Provider::host_view(void *data, int64_t nbytes) {
