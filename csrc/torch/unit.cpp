@@ -209,6 +209,7 @@ Param make_param(const Unit &unit, int64_t index, const at::Tensor &tensor,
                  at::IntArrayRef sizes) {
   Param param;
   param.tensor = tensor;
+  param.required_grad = tensor.requires_grad();
   param.sizes = sizes.vec();
   param.segment = fsdp_flat_layout_slot(unit.layout, index)->segment;
   fsdp_flat_layout_intersect(unit.layout, core_group(unit.shard_group).rank,

@@ -191,6 +191,7 @@ struct Param {
   at::Tensor hidden_grad;      // the user's, during forward
   at::Tensor full_grad;        // view of the summoned one, while it is open
   int64_t marked_version = 0;  // unit_views.cpp
+  bool required_grad = false;  // when show_requires_grad() looked last
   NodePtr accumulator;
   uintptr_t hook = 0;
   int expected_in = -1;  // graph task whose gradient the engine waits for
@@ -364,7 +365,7 @@ void show_sharded(Unit &unit);
 void hide_grads(Unit &unit);
 void show_hidden_grads(Unit &unit);
 // Makes the leaves of autograd require grad where the user has set it, on what
-// the user sees.
+// the user sees: the sharded parameter or, where it is kept, the whole one.
 void show_requires_grad(Unit &unit);
 // The same, and tells the core which segments a backward will need. In a
 // forward.

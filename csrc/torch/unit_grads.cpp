@@ -464,6 +464,9 @@ void show_hidden_grads(Unit &unit) {
   }
 }
 
+// The tensors of a parameter are one for the user, who sees now this one and
+// now that: the one that was set since the last look counts. Flat parameters
+// count alone.
 void show_requires_grad(Unit &unit) {
   for (Param &param : unit.params) {
     const at::Tensor &shown = unit.is_by_rows ? param.sharded_param.param
@@ -471,8 +474,16 @@ void show_requires_grad(Unit &unit) {
                                   ? param.tensor
                                   : segment_of(unit, param).flat_param;
     if (!shown.defined()) continue;
-    const bool wants_grad = shown.requires_grad();
-    for (at::Tensor *tensor : {&param.tensor, &param.leaf()}) {
+    const at::Tensor *const tensors[] = {&shown, &param.tensor, &param.leaf()};
+    bool wants_grad = shown.requires_grad();
+    for (const at::Tensor *tensor : tensors) {
+      if (!unit.is_by_rows && !unit.use_orig_params) break;
+      if (tensor->requires_grad() != param.required_grad) {
+        wants_grad = !param.required_grad;
+      }
+    }
+    param.required_grad = wants_grad;
+    for (const at::Tensor *tensor : tensors) {
       if (tensor->requires_grad() != wants_grad) {
         tensor->set_requires_grad(wants_grad);
       }
