@@ -22,6 +22,7 @@
 // is the leaf of autograd, and its gradient a DTensor with placements of its
 // own. The owner of the unit brings that to the placements of the parameter:
 // one call of Python, in which the tensor parallel ranks may communicate.
+#include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <Python.h>
@@ -53,6 +54,13 @@ void adopt_local(Unit &unit, Param &param, size_t index) {
     refuse(unit, c10::str("the local tensor of parameter ", index), local,
            c10::str("expected ", param.sharded.sizes(), " of ",
                     param.sharded.scalar_type()));
+  }
+  const size_t needed = at::detail::computeStorageNbytes(
+      local.sizes(), local.strides(), local.itemsize(), local.storage_offset());
+  if (local.storage().nbytes() < needed) {
+    refuse(unit, c10::str("the local tensor of parameter ", index), local,
+           c10::str("its storage was resized to ", local.storage().nbytes(),
+                    " bytes; expected ", needed));
   }
   if (local.numel() > 0) param.sharded.copy_(local);
   record_current_stream(local);
