@@ -1,0 +1,95 @@
+"""DPO with LoRA, as TRL trains it: the reference is the policy without its adapters.
+
+peft's `disable_adapter()` freezes the adapters for the reference's forward, which may
+come between the policy's forward and its backward. Compared with the model that was
+never sharded.
+"""
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from helpers.distributed import distributed
+from helpers.impl import fsdp
+from helpers.models import VOCAB, Transformer, TransformerBlock
+from helpers.reference import assert_same
+from helpers.rows import shard_units
+from programs.unsharded import check_weights
+
+pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
+
+BETA = 0.5
+NUM_STEPS = 4
+
+
+def _build() -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    config = LoraConfig(r=2, target_modules=["qkv", "proj"], init_lora_weights=False)
+    return get_peft_model(Transformer(), config).double()
+
+
+def _tokens(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    chosen, rejected = torch.randint(0, VOCAB, (2, 3, 5), generator=generator)
+    return chosen, rejected
+
+
+def _log_probs(model: Any, tokens: Tensor) -> Tensor:
+    logits = model(tokens)[:, :-1]
+    return -F.cross_entropy(
+        logits.transpose(1, 2), tokens[:, 1:], reduction="none"
+    ).sum(-1)
+
+
+def _of_reference(model: Any, tokens: Tensor) -> Tensor:
+    with torch.no_grad(), model.disable_adapter():
+        return _log_probs(model, tokens)
+
+
+def _loss(model: Any, step: int, rank: int, order: str) -> Tensor:
+    margins = []
+    for tokens in _tokens(step, rank):
+        if order == "policy first":
+            margin = _log_probs(model, tokens) - _of_reference(model, tokens)
+        else:
+            reference = _of_reference(model, tokens)
+            margin = _log_probs(model, tokens) - reference
+        margins.append(margin)
+    return -F.logsigmoid(BETA * (margins[0] - margins[1])).mean()
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), 0.02)
+
+
+@pytest.mark.parametrize("api", ["FSDP", "fully_shard"])
+@pytest.mark.parametrize("order", ["policy first", "reference first"])
+@distributed(world_size=2)
+def test_training(rank: int, api: str, order: str) -> None:
+    """Losses and weights; the adapters have learned, and nothing else has."""
+    reference, model = _build(), _build()
+    before = {n: p.detach().clone() for n, p in reference.named_parameters()}
+    if api == "FSDP":
+        model = fsdp(model, units={TransformerBlock}, use_orig_params=True)
+    else:
+        model = shard_units(model, {TransformerBlock})
+    optimizers = _optimizer(reference), _optimizer(model)
+    for step in range(NUM_STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        expected = [_loss(reference, step, r, order) for r in range(2)]
+        torch.stack(expected).mean().backward()
+        loss = _loss(model, step, rank, order)
+        assert_same("loss", loss.detach(), expected[rank].detach(), 1e-9)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    check_weights(model, reference)
+    for name, param in reference.named_parameters():
+        assert torch.equal(param, before[name]) != ("lora" in name), name
