@@ -2,6 +2,8 @@
  * Tests of runtime/: shards that are read in place, over a transport that says
  * it can. The whole is memory of the test.
  */
+#include <stdlib.h>
+
 #include "base/dtypes.h"
 #include "engine_fixture.h"
 
@@ -21,6 +23,7 @@ static int64_t num_shares;
 static bool can_share;
 static int64_t fails_at; /* number of an open; 0: none */
 static int64_t num_opens;
+static void *homes[MODEL_MAX_UNITS]; /* in regions; NULL: there is none */
 
 static void note(const char *what, const char *name) {
   (void)snprintf(notes + strlen(notes), sizeof notes - strlen(notes), "%s%s %s",
@@ -58,14 +61,16 @@ static void unshare(fsdp_shared *shared) {
   note("unshare", shared->name);
 }
 
-/* The ranks hold the same shards: the whole is the shard, repeated. */
+/* The ranks hold the same shards: the whole is what lies in the region, or the
+ * shard, repeated. */
 static void fill(fsdp_shared *shared) {
   for (int64_t i = 0; i < m.num_units; i++) {
     const model_unit *unit = &m.units[i];
     if (strcmp(unit->name, shared->name) != 0) continue;
+    const void *own = homes[i] == NULL ? unit->shards[0] : homes[i];
     for (int64_t rank = 0; rank < 2; rank++) {
-      memcpy((char *)shared->whole + rank * unit->shard_nbytes[0],
-             unit->shards[0], (size_t)unit->shard_nbytes[0]);
+      memcpy((char *)shared->whole + rank * unit->shard_nbytes[0], own,
+             (size_t)unit->shard_nbytes[0]);
     }
   }
 }
@@ -100,11 +105,12 @@ static fsdp_status await_closed(fsdp_transport *transport, fsdp_shared *shared,
 }
 
 /* A root, which is kept, and units a, b and tiny, over two ranks. */
-static void start(const model_options *options, bool is_able) {
+static void plan(const model_options *options, bool is_able) {
   notes[0] = '\0';
   num_shares = num_opens = fails_at = 0;
   can_share = is_able;
   memset(shares, 0, sizeof shares);
+  memset(homes, 0, sizeof homes);
   model_init(&m, options);
   recorded = m.shard_group.transport->ops;
   able = *recorded;
@@ -119,7 +125,28 @@ static void start(const model_options *options, bool is_able) {
   model_plan_simple(&m, "a", NUMEL);
   model_plan_simple(&m, "b", NUMEL);
   model_plan_simple(&m, "tiny", 4);
+}
+
+static void start(const model_options *options, bool is_able) {
+  plan(options, is_able);
   model_start(&m);
+}
+
+/* The shards of rank 0 lie where the others read them: at the beginning of a
+ * region, of which the others' part is not touched here. */
+static void start_in_regions(void) {
+  fsdp_segment_options segments[MODEL_MAX_SEGMENTS];
+  plan(NULL, true);
+  CHECK_OK(fsdp_engine_create(&m.ops, &m.views, &m.engine, NULL));
+  for (int64_t i = 0; i < m.num_units; i++) {
+    model_unit *unit = &m.units[i];
+    fsdp_unit_options options = model_unit_options(&m, i, segments);
+    homes[i] = unit->shards[0];
+    options.region.data = homes[i];
+    options.region.nbytes = unit->full_nbytes[0];
+    CHECK_OK(fsdp_unit_create(&options, &unit->unit, NULL));
+    CHECK_OK(fsdp_engine_add_unit(m.engine, unit->unit, NULL));
+  }
 }
 
 static fsdp_unit *unit_of(int64_t index) {
@@ -248,4 +275,31 @@ TEST(test_reset) {
   PLAY("reset");
   CHECK_NOTES("close a");
   PLAY("step; end");
+}
+
+/* Shards that were moved out of their regions: the others read the new values
+ * there, also those of later steps. */
+TEST(test_moved_shards_are_brought_home) {
+  start_in_regions();
+  PLAY("step; zero_grad; clear; eval");
+  CHECK_TAPE_LACKS("cast unshard 4096 f32->f32"); /* they are at home */
+  for (int64_t i = 0; i < m.num_units; i++) {
+    model_unit *unit = &m.units[i];
+    unit->shards[0] = malloc((size_t)unit->shard_nbytes[0]);
+    if (unit->shards[0] == NULL) abort();
+    memcpy(unit->shards[0], homes[i], (size_t)unit->shard_nbytes[0]);
+    fsdp_unit_move_shard(unit->unit, 0, unit->shards[0]);
+  }
+  recorder_set_params_copied(m.device, true);
+  notes[0] = '\0';
+  PLAY("optimizer; clear; step; check_grads");
+  CHECK_TAPE_HAS("cast unshard 4096 f32->f32");
+  CHECK_NOTES(
+      "open a; close a; open b; close b; await a; await b; "
+      "open b; open a; close b; close a; await a; await b");
+  recorder_set_params_copied(m.device, false);
+  PLAY("optimizer; zero_grad; step; check_grads");
+  const int64_t num_units = m.num_units;
+  PLAY("end");
+  for (int64_t i = 0; i < num_units; i++) free(homes[i]);
 }
