@@ -263,19 +263,6 @@ def test_adapters_are_switched(api: str, loss: Loss) -> None:
     _train(_with_adapters(api), loss)
 
 
-@pytest.mark.parametrize("api", APIS)
-@distributed(world_size=2)
-def test_adapters_are_switched_between_steps(api: str) -> None:
-    both = _with_adapters(api)
-    for step in range(4):
-
-        def loss(model: nn.Module, x: Tensor, index: int = step % 2) -> Tensor:
-            _activate(model, index)
-            return model(x).square().mean()
-
-        _train(both, loss, 1)
-
-
 # Whole units that are frozen for a forward --------------------------------------
 
 
