@@ -61,10 +61,11 @@ void note_sized_storages(Unit &unit) {
       "that module with NO_SHARD, or over a mesh of shape (n, 1).";
   if (!can_refuse_access<c10::StorageImpl>) return;
   for (const Segment &segment : unit.segments) {
-    if (is_resident(segment)) continue;
     for (const StoragePtr *storage :
          {&segment.unsharded, &segment.full, &segment.part}) {
-      if (*storage) unit.sized_storages.insert(storage->get());
+      if (*storage && storage->get() != storage_of(segment.shard)) {
+        unit.sized_storages.insert(storage->get());
+      }
     }
   }
 }

@@ -267,6 +267,20 @@ fsdp_status take_grads(void * /*context*/, void *owner, bool unsharded_live,
   };
 }
 
+// Parameters that have gradients, or segments where flat ones have them.
+std::unordered_set<const void *> holders_of_grads(Unit &unit) {
+  std::unordered_set<const void *> holders;
+  for (const GradPlace &place : grad_places(unit)) {
+    if (!has_grad(place)) continue;
+    if (place.param != nullptr) {
+      holders.insert(place.param);
+    } else {
+      holders.insert(place.segment);
+    }
+  }
+  return holders;
+}
+
 // Whole gradients stand on the original parameters, also where a flat parameter
 // stands for them.
 fsdp_status take_full_grads(void * /*context*/, void *owner, fsdp_view /*view*/,
@@ -275,6 +289,7 @@ fsdp_status take_full_grads(void * /*context*/, void *owner, fsdp_view /*view*/,
   GUARDED(error) {
     Unit &unit = unit_of(owner);
     bool any = false;
+    const std::unordered_set<const void *> had_grad = holders_of_grads(unit);
     for (Param &param : unit.params) {
       const Segment &segment = segment_of(unit, param);
       if (!is_trainable(unit, segment)) continue;
@@ -289,7 +304,8 @@ fsdp_status take_full_grads(void * /*context*/, void *owner, fsdp_view /*view*/,
         }
         whole.copy_(grad.detach().reshape(whole.sizes()));
       }
-      any = any || grad.defined();
+      any = any || (grad.defined() && (had_grad.count(&param) > 0 ||
+                                       had_grad.count(&segment) > 0));
       grad = at::Tensor();
       param.full_grad = at::Tensor();
     }
@@ -310,26 +326,14 @@ void show_full_grads(Unit &unit, c10::Device device, void *const *data) {
     attach(*segment.full_grad, data[i],
            nbytes_of(segment.layout->padded_numel, segment.grad));
   }
-  std::vector<bool> param_has_grad(unit.params.size());
-  std::vector<bool> segment_has_grad(unit.segments.size());
-  for (const GradPlace &place : grad_places(unit)) {
-    if (!has_grad(place)) continue;
-    if (place.param == nullptr) {
-      segment_has_grad[index_of(unit, place)] = true;
-    } else {
-      param_has_grad[static_cast<size_t>(place.param - unit.params.data())] =
-          true;
-    }
-  }
-  for (size_t i = 0; i < unit.params.size(); i++) {
-    Param &param = unit.params[i];
+  // Of one that was frozen since, this rank may not know whether others had a
+  // gradient: zeros then.
+  for (Param &param : unit.params) {
     const Segment &segment = segment_of(unit, param);
     if (!is_trainable(unit, segment)) continue;
     param.full_grad = make_view(segment.full_grad, keys, segment.grad,
                                 param.sizes, param.unsharded.storage_offset());
-    if (param_has_grad[i] || segment_has_grad[index_of(unit, segment)]) {
-      param.tensor.mutable_grad() = param.full_grad;
-    }
+    param.tensor.mutable_grad() = param.full_grad;
   }
 }
 

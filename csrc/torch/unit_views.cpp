@@ -220,9 +220,8 @@ void show_shards(Unit &unit) {
 
 void empty_storages(Unit &unit) {
   for (Segment &segment : unit.segments) {
-    if (is_resident(segment)) continue;
-    detach(unit, *segment.unsharded);
-    detach(unit, *segment.full);
+    if (!is_resident(segment)) detach(unit, *segment.unsharded);
+    if (segment.full != segment.unsharded) detach(unit, *segment.full);
     if (segment.full_on_host) detach(unit, *segment.full_on_host);
     if (segment.part) detach(unit, *segment.part);
   }
@@ -424,13 +423,18 @@ void make_views(Unit &unit) {
       "' is sharded now: this tensor was a view of its unsharded parameters. "
       "Keep a clone, or read it inside summon_full_params.";
   const bool is_alone = fsdp_flat_layout_world_size(unit.layout) == 1;
+  bool all_resident = true;
   for (Segment &segment : unit.segments) {
     const bool is_resident = is_alone && segment.compute == segment.master &&
                              !unit.offloads && !is_extended(unit, segment);
+    all_resident = all_resident && is_resident;
     segment.unsharded =
         is_resident ? segment.shard.storage().getWeakStorageImpl().lock()
                     : empty_storage(unit.device);
-    segment.full = is_resident ? segment.unsharded : empty_storage(unit.device);
+  }
+  for (Segment &segment : unit.segments) {  // a summon moves all or none
+    segment.full =
+        all_resident ? segment.unsharded : empty_storage(unit.device);
   }
   const c10::DispatchKeySet keys = keys_of(unit.device);
   for (size_t i = 0; i < unit.params.size(); i++) {
