@@ -139,3 +139,13 @@ TEST(test_hidden_parameters_are_emptied) {
   CHECK_TAPE_HAS("empty a;");
   PLAY("enter a; leave a; leave root; backward; end");
 }
+
+/* So it keeps its block past forwards without a backward. */
+TEST(test_root_is_kept_past_an_evaluation) {
+  model_start_tree(&m, NULL, 1);
+  PLAY("forward; eval; eval; state root HIDDEN; state a SHARDED");
+  CHECK_OK(fsdp_engine_show_root(m.engine, true, NULL));
+  PLAY("view root unsharded; backward; check_grads; check_idle");
+  PLAY("eval; check_sharded; check_idle; zero_grad"); /* of no graph now */
+  PLAY("forward; reset; eval; check_sharded; check_idle; end");
+}

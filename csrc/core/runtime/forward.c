@@ -133,10 +133,14 @@ fsdp_status fsdp_unit_post_forward(fsdp_unit *unit, bool in_backward,
   FSDP_TRY(fsdp_unit_priv_check(unit, error));
   FSDP_TRY(fsdp_order_post_forward(engine->order, unit->index, error));
   fsdp_unit_priv_unpin(unit);
-  const bool is_kept =
-      expects_backward &&
-      (!unit->settings.reshard_after_forward ||
-       (unit == engine->root && !unit->options.reshards_as_root));
+  const bool is_root = unit == engine->root;
+  unit->step.is_awaited |= expects_backward;
+  /* The outermost one also for the graph of an earlier forward, which may reach
+   * its parameters first: see fsdp_engine_show_root(). */
+  const bool is_kept = (expects_backward ||
+                        (is_root && unit->step.is_awaited && !unit->is_full)) &&
+                       (!unit->settings.reshard_after_forward ||
+                        (is_root && !unit->options.reshards_as_root));
   if (!is_kept) {
     FSDP_TRY(expects_backward ? fsdp_unit_priv_part(unit, error)
                               : fsdp_unit_priv_reshard(unit, error));

@@ -79,6 +79,7 @@ typedef struct fsdp_prefetch_list {
 /* A unit's part in the open step. */
 typedef struct fsdp_unit_step {
   bool ran_forward;      /* forward.c: since the last end of backward */
+  bool is_awaited;       /* likewise, and a backward was to follow */
   bool entered_backward; /* backward.c, end_phase.c: in the open backward */
   /* backward.c: still to come in the open backward */
   int64_t expected_grads;  /* until the unit is resharded */
