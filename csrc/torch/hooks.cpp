@@ -399,6 +399,12 @@ void hook_accumulators(Unit &unit) {
   if (is_new) drop_accumulators_of_other_streams(unit, stream);
   for (size_t i = 0; i < unit.params.size(); i++) {
     Param &param = unit.params[i];
+    // set_() makes torch forget a node; an older graph keeps it, and its hook.
+    if (param.accumulator &&
+        param.accumulator !=
+            torch::autograd::impl::try_get_grad_accumulator(param.leaf())) {
+      param.accumulator = nullptr;
+    }
     if (param.accumulator || !param.leaf().requires_grad()) continue;
     is_new = true;
     param.accumulator = torch::autograd::impl::grad_accumulator(param.leaf());
