@@ -62,6 +62,7 @@ class ShardedParams:
         self._arguments = arguments
         self.places = tuple(places)
         self.sharded = list(sharded)
+        self._made = [_identity_of(param) for param in sharded]
         self.cuts = tuple(cuts)
         self._unit: _native.Unit | None = None
         self.plain: list[nn.Parameter] = []
@@ -142,6 +143,23 @@ class ShardedParams:
                     f"{device}: move the module there"
                 )
 
+    def _check_data(self, prefix: str) -> None:
+        """Check that nobody set ``data``; later the unit does.
+
+        Raises:
+            ValueError: That of a parameter was.
+        """
+        for place in self.places:
+            local, own = _identity_of(self.sharded[place.param])
+            old_local, old_own = self._made[place.param]
+            self._made[place.param] = (local, own)  # the user knows it now
+            if local() is old_local() and own._cdata != old_own._cdata:
+                raise ValueError(
+                    f"the data of parameter {prefix + place.fqn!r} was set, which does "
+                    "not change the values of a DTensor; write them into it: with "
+                    "torch.no_grad(): param.copy_(value)"
+                )
+
     # A unit's life ---------------------------------------------------------
 
     def prepare(self, prefix: str) -> None:
@@ -151,9 +169,11 @@ class ShardedParams:
 
         Raises:
             RuntimeError: A parameter has no memory yet, or is elsewhere.
+            ValueError: The data of one was set.
         """
         self._take_registered()
         self.check_memory(prefix)
+        self._check_data(prefix)
         self.plain = [
             plain_param(sharded, cut)
             for sharded, cut in zip(self.sharded, self.cuts, strict=True)
@@ -313,6 +333,16 @@ class ShardedParams:
             params._bind_rows(params._unit)
 
         return show
+
+
+def _identity_of(
+    param: nn.Parameter,
+) -> tuple[weakref.ref[Tensor], torch.UntypedStorage]:
+    """Return what tells whether ``param.data`` was set: the second changes alone.
+
+    They are its local tensor, and the empty storage of its own.
+    """
+    return weakref.ref(local_of(param)), param.untyped_storage()
 
 
 def has_plain_setattr(module: nn.Module) -> bool:
