@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
@@ -34,7 +35,8 @@ def ensure_engine(module: nn.Module) -> None:
         ValueError: The groups are on several devices.
     """
     if groups_of(module)[0].running is None:
-        with outside_transforms():  # torch.func's would wrap what is made here
+        # What is made here must not be torch.func's, nor inference mode's, alone.
+        with outside_transforms(), torch.inference_mode(False), torch.no_grad():
             _make_engine(module)
 
 

@@ -5,6 +5,7 @@
 #include <ATen/ThreadLocalPythonObjects.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <Python.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/util/SmallVector.h>
 
@@ -85,6 +86,8 @@ class Views {
       point_at(view, const_cast<void *>(data), numel, dtype);
       return view;
     }
+    // A forward in inference mode makes one that a backward uses later.
+    const c10::InferenceMode no_inference(/*enabled=*/false);
     views_.push_back(
         at::for_blob(const_cast<void *>(data), {numel})
             .options(at::TensorOptions()

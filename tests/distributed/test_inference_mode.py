@@ -1,0 +1,43 @@
+"""Forwards in inference mode, whose tensors torch lets no backward use."""
+
+import pytest
+import torch
+
+from helpers.distributed import distributed
+from helpers.models import MLP, Block, vectors
+from helpers.reference import Differential
+from helpers.rows import Rows, as_double, shard_units
+from helpers.transports import over
+
+
+def _both(api: str) -> Differential:
+    if api == "fully_shard":
+        return Rows(MLP, lambda module: shard_units(module, {Block}), vectors)
+    return Differential.of_units(
+        lambda: MLP().double(),
+        {Block},
+        lambda generator: as_double(vectors(generator)),
+        use_orig_params=api == "FSDP",
+    )
+
+
+@pytest.mark.parametrize("transport", ["1", "0"])
+@pytest.mark.parametrize("api", ["FSDP", "FSDP flat", "fully_shard"])
+@distributed(world_size=2)
+def test_training_between_evaluations(api: str, transport: str) -> None:
+    """The first forward of all, and forwards between a forward and its backward.
+
+    What they make once (units, views over memory of the transport) is used in training.
+    """
+
+    def evaluate() -> None:
+        with torch.inference_mode():
+            both.model(*both.batches()[both.rank])
+
+    with over(transport):
+        both = _both(api)
+        evaluate()
+        for _ in range(3):
+            both.zero_grad()
+            both.forward_backward(inside=evaluate)
+            both.checked_step()
