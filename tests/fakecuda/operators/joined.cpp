@@ -1,0 +1,5 @@
+// One translation unit: torch's headers take most of the time.
+#include "fused.cpp"
+#include "module.cpp"
+#include "operators.cpp"
+#include "tasks.cpp"
