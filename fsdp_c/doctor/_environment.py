@@ -19,6 +19,11 @@ SWITCHES = (
         "0: ATen's kernels on CUDA tensors, not those of fsdp_c",
     ),
     Switch(
+        "FSDP_C_CUDA_LIBRARY",
+        "_cuda.so beside the extension",
+        "the file of the kernels for CUDA tensors; for tests without a GPU",
+    ),
+    Switch(
         "FSDP_C_HIERARCHICAL",
         "1",
         "0: gloo groups on several hosts use c10d alone, no shared memory in each",

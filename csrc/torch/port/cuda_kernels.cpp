@@ -21,8 +21,11 @@ struct KernelLibrary {
   std::string reason;
 };
 
-// fsdp_c/_cuda.so, in the folder of this extension.
+// fsdp_c/_cuda.so, in the folder of this extension; or what FSDP_C_CUDA_LIBRARY
+// names.
 std::string library_path() {
+  const char *named = std::getenv("FSDP_C_CUDA_LIBRARY");
+  if (named != nullptr) return named;
   Dl_info info = {};
   if (dladdr(reinterpret_cast<const void *>(&library_path), &info) == 0 ||
       info.dli_fname == nullptr) {
