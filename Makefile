@@ -28,7 +28,7 @@ TORCH_VERSION = $$($(BIN)/python -c 'import importlib.metadata as m; print(m.ver
 TOOLS := $(VENV)/.fsdp_c-tools
 BUILT := $(VENV)/.fsdp_c-built
 SOURCES := $(shell find csrc -name '*.[ch]' -o -name '*.[ch]pp' -o -name '*.map' -o -name '*.cu')
-C_FILES := $(shell find csrc tests/c tests/cuda tests/simdevice -name '*.[ch]' -o -name '*.[ch]pp' -o -name '*.cu')
+C_FILES := $(shell find csrc tests/c tests/cuda tests/fakecuda tests/simdevice -name '*.[ch]' -o -name '*.[ch]pp' -o -name '*.cu')
 
 # The tools come from the environment: torchrun is looked up on PATH.
 export PATH := $(BIN):$(PATH)

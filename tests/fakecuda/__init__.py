@@ -1,0 +1,1 @@
+"""A CUDA without a GPU: torch's CUDA build over host memory and threads."""

@@ -1,0 +1,37 @@
+"""The fake CUDA of this process, for tests: its delays, memory and counts."""
+
+import ctypes
+import os
+
+import pytest
+
+IS_HERE = "FAKE_CUDA_FOLDER" in os.environ
+
+needs_fake = pytest.mark.skipif(
+    not IS_HERE, reason="needs the fake CUDA: make cuda-test"
+)
+
+_loaded = ctypes.CDLL(None)  # it was loaded before the program
+
+
+def set_schedule(seed: int, scale: float) -> None:
+    """Draw delays anew; ``scale`` multiplies them, 0 ends them."""
+    _loaded.fakecuda_set_schedule(ctypes.c_uint64(seed), ctypes.c_double(scale))
+
+
+def set_memory(nbytes: int, device: int = 0) -> None:
+    """Limit a device's memory; 0: to what it had."""
+    _loaded.fakecuda_set_memory(device, ctypes.c_size_t(nbytes))
+
+
+def count(name: str) -> int:
+    """Return how often the runtime's calls of a kind (fake.h) were made."""
+    _loaded.fakecuda_count.restype = ctypes.c_long
+    found = int(_loaded.fakecuda_count(name.encode()))
+    assert found >= 0, name
+    return found
+
+
+def forget_failure() -> None:
+    """Let the device work again after a task failed."""
+    _loaded.fakecuda_forget_failure()
