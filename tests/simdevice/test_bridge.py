@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from helpers.accelerator import ACCELERATOR
 from helpers.distributed import distributed
 from helpers.impl import fsdp
 
@@ -17,11 +18,11 @@ NUM_UNITS = 3
 def num_launches() -> int:
     """Return how many calls of NCCL this process has made."""
     library = ctypes.CDLL(os.environ["FSDP_C_NCCL_LIBRARY"])
-    library.sim_nccl_num_launches.restype = ctypes.c_longlong
-    return library.sim_nccl_num_launches()
+    library.fake_nccl_num_launches.restype = ctypes.c_longlong
+    return library.fake_nccl_num_launches()
 
 
-@distributed(world_size=(2, 3), device="sim")
+@distributed(world_size=(2, 3), device=ACCELERATOR)
 def test_collectives_go_through_nccl() -> None:
     from fsdp_c import _native
 
@@ -29,7 +30,10 @@ def test_collectives_go_through_nccl() -> None:
     sharded = fsdp(model)
     x = torch.randn(2, 8)
     sharded(x).sum().backward()
-    assert _native.transport(dist.group.WORLD, torch.device("sim")) == ("nccl", "")
+    assert _native.transport(dist.group.WORLD, torch.device(ACCELERATOR)) == (
+        "nccl",
+        "",
+    )
     before = num_launches()
     sharded(x).sum().backward()
     # At least a gather and a reduction of each unit.
@@ -40,7 +44,7 @@ def test_collectives_go_through_nccl() -> None:
         assert num_launches() - before == 1
 
 
-@distributed(world_size=2, device="sim")
+@distributed(world_size=2, device=ACCELERATOR)
 def test_options_of_the_group_reach_nccl() -> None:
     """What c10d's ProcessGroupNCCL.Options holds; this backend's has no config."""
     config = SimpleNamespace(
@@ -52,7 +56,7 @@ def test_options_of_the_group_reach_nccl() -> None:
     )
     options = SimpleNamespace(config=config, is_high_priority_stream=True)
     group = dist.new_group()
-    backend = type(group._get_backend(torch.device("sim")))
+    backend = type(group._get_backend(torch.device(ACCELERATOR)))
     backend.options = property(lambda self: options)
     try:
         model = fsdp(nn.Linear(8, 8), process_group=group)
@@ -61,23 +65,23 @@ def test_options_of_the_group_reach_nccl() -> None:
         del backend.options
         dist.destroy_process_group(group)
     library = ctypes.CDLL(os.environ["FSDP_C_NCCL_LIBRARY"])
-    library.sim_nccl_last_config.restype = ctypes.c_char_p
-    assert library.sim_nccl_last_config().decode() == (
+    library.fake_nccl_last_config.restype = ctypes.c_char_p
+    assert library.fake_nccl_last_config().decode() == (
         "blocking=1 cga_cluster_size=2 min_ctas=4 max_ctas=-2147483648 "
         "net_name=Socket split_share=-2147483648"
     )
 
 
-@distributed(world_size=2, device="sim")
+@distributed(world_size=2, device=ACCELERATOR)
 def test_communicators_are_made_when_needed() -> None:
     """A forward gathers only; the reductions' communicator comes with backward."""
     library = ctypes.CDLL(os.environ["FSDP_C_NCCL_LIBRARY"])
-    library.sim_nccl_num_comms.restype = ctypes.c_longlong
+    library.fake_nccl_num_comms.restype = ctypes.c_longlong
     group = dist.new_group()
     model = fsdp(nn.Linear(8, 8), process_group=group)
-    before = library.sim_nccl_num_comms()
+    before = library.fake_nccl_num_comms()
     loss = model(torch.randn(2, 8)).sum()
-    assert library.sim_nccl_num_comms() - before <= 1
+    assert library.fake_nccl_num_comms() - before <= 1
     loss.backward()
-    assert library.sim_nccl_num_comms() - before == 2
+    assert library.fake_nccl_num_comms() - before == 2
     dist.destroy_process_group(group)

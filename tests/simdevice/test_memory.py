@@ -5,9 +5,9 @@ import itertools
 import torch
 from torch import nn
 
+from helpers.accelerator import ACCELERATOR, native, needs_exact_memory
 from helpers.distributed import distributed
 from helpers.impl import FSDP, fsdp
-from simdevice.device import native
 
 DIMS = (64, 96, 128, 192, 256)
 
@@ -24,7 +24,7 @@ def growing_model() -> nn.Module:
 def train(model: nn.Module, num_steps: int) -> None:
     for step in range(num_steps):
         generator = torch.Generator().manual_seed(step)
-        x = torch.randn(4, DIMS[0], generator=generator, device="cpu").to("sim")
+        x = torch.randn(4, DIMS[0], generator=generator, device="cpu").to(ACCELERATOR)
         model(x).square().mean().backward()
         model.zero_grad()
 
@@ -36,7 +36,8 @@ def cached_nbytes() -> int:
     return int(stats["held_nbytes"] - stats["live_nbytes"])
 
 
-@distributed(world_size=2, device="sim")
+@needs_exact_memory
+@distributed(world_size=2, device=ACCELERATOR)
 def test_what_a_plan_leaves_is_given_back() -> None:
     from fsdp_c import memory_stats
 
@@ -50,7 +51,8 @@ def test_what_a_plan_leaves_is_given_back() -> None:
     assert cached_nbytes() < stats["arena_nbytes"] // 20
 
 
-@distributed(world_size=2, device="sim")
+@needs_exact_memory
+@distributed(world_size=2, device=ACCELERATOR)
 def test_idle_blocks_go_before_memory_runs_out() -> None:
     from fsdp_c import memory_stats
 

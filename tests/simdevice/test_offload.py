@@ -24,9 +24,9 @@ from torch.utils.checkpoint import checkpoint
 import fsdp_c
 from fsdp_c.plan import ModelSource, Settings, plan_model
 from fsdp_c.plan._trace import Inputs
+from helpers.accelerator import ACCELERATOR, native
 from helpers.distributed import distributed
 from helpers.impl import CPUOffload, MixedPrecision, fsdp
-from simdevice.device import native
 
 BATCH, WIDTH, DEPTH = 16, 32, 5
 ROW = BATCH * WIDTH * 4  # bytes of a block's input
@@ -95,7 +95,7 @@ def _chain(door: str, kind: type[Block] = Block, **options: Any) -> Any:
 
 def _batch(seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(BATCH, WIDTH, generator=generator, device="cpu").to("sim")
+    return torch.randn(BATCH, WIDTH, generator=generator, device="cpu").to(ACCELERATOR)
 
 
 def _step(model: Any, seed: int = 0) -> None:
@@ -145,7 +145,7 @@ def _counts(stats: dict[str, int]) -> tuple[int, int]:
 @pytest.mark.each_value
 @pytest.mark.parametrize("door", ["fsdp", "fully_shard"])
 @pytest.mark.parametrize("keep_last", [1, 2])
-@distributed(world_size=2, device="sim")
+@distributed(world_size=2, device=ACCELERATOR)
 def test_gradients_are_the_same(door: str, keep_last: int) -> None:
     """All blocks but the last are copied, once; the batch, which is alive, is not."""
     stats = _compare(lambda: _chain(door), keep_last=keep_last)
@@ -156,7 +156,7 @@ def test_gradients_are_the_same(door: str, keep_last: int) -> None:
 
 
 @pytest.mark.parametrize("door", ["fsdp", "fully_shard"])
-@distributed(world_size=2, device="sim")
+@distributed(world_size=2, device=ACCELERATOR)
 def test_memory_of_the_device(door: str) -> None:
     """The last block's activations stay; in a step two blocks' are there at once."""
     factor = 16  # so that activations are more than gradients
@@ -186,7 +186,7 @@ def test_memory_of_the_device(door: str) -> None:
 
 
 @pytest.mark.parametrize("keep_last", [1, 2])
-@distributed(world_size=2, device="sim")
+@distributed(world_size=2, device=ACCELERATOR)
 def test_what_a_plan_says(keep_last: int) -> None:
     """The bytes that leave, and the host memory for them."""
 
@@ -208,7 +208,7 @@ def test_what_a_plan_says(keep_last: int) -> None:
     assert plan.ranks[0].pinned_nbytes == stats["pinned_nbytes"]
 
 
-@distributed(world_size=2, device="sim")
+@distributed(world_size=2, device=ACCELERATOR)
 def test_host_memory_is_used_again() -> None:
     model = _chain("fsdp")
     fsdp_c.offload_activations(model, min_bytes=MIN_BYTES)
@@ -222,7 +222,7 @@ def test_host_memory_is_used_again() -> None:
 @pytest.mark.each_value
 @pytest.mark.parametrize("door", ["fsdp", "fully_shard"])
 @pytest.mark.parametrize("kind", [Checkpointed, CheckpointedReentrant])
-@distributed(world_size=2, device="sim")
+@distributed(world_size=2, device=ACCELERATOR)
 def test_checkpointing_inside(door: str, kind: type[Block]) -> None:
     """Only the inputs of the blocks are copied."""
     stats = _compare(lambda: _chain(door, kind))
@@ -248,7 +248,7 @@ class Around(nn.Module):
 @pytest.mark.each_value
 @pytest.mark.parametrize("door", ["fsdp", "fully_shard"])
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@distributed(world_size=2, device="sim")
+@distributed(world_size=2, device=ACCELERATOR)
 def test_checkpointing_around_units(door: str, use_reentrant: bool) -> None:
     def make() -> Any:
         torch.manual_seed(0)
@@ -261,7 +261,7 @@ def test_checkpointing_around_units(door: str, use_reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("impl", list(CheckpointImpl))
-@distributed(world_size=2, device="sim")
+@distributed(world_size=2, device=ACCELERATOR)
 def test_checkpoint_wrapper(impl: CheckpointImpl) -> None:
     def make() -> Any:
         model = _chain("fsdp")
@@ -276,7 +276,7 @@ def test_checkpoint_wrapper(impl: CheckpointImpl) -> None:
     assert _counts(stats) == (2 * (DEPTH - 2), 2 * (DEPTH - 2))
 
 
-@distributed(world_size=2, device="sim")
+@distributed(world_size=2, device=ACCELERATOR)
 def test_mixed_precision() -> None:
     """The cast batch is alive while forward runs: it is not copied either."""
     precision = MixedPrecision(param_dtype=torch.bfloat16)
@@ -287,7 +287,7 @@ def test_mixed_precision() -> None:
     assert _counts(stats) == (num_copies, num_copies)
 
 
-@distributed(world_size=2, device="sim")
+@distributed(world_size=2, device=ACCELERATOR)
 def test_beside_offloaded_parameters() -> None:
     """Both use the lanes of uploads and downloads."""
     offload = CPUOffload(offload_params=True)
@@ -341,14 +341,14 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-@distributed(world_size=2, device="sim")
+@distributed(world_size=2, device=ACCELERATOR)
 def test_other_orders(name: str) -> None:
     stats = _compare(lambda: _chain("fsdp", use_orig_params=True), RUNS[name])
     assert stats["num_downloads"] > 0
     assert stats["num_uploads"] >= stats["num_downloads"]
 
 
-@distributed(world_size=2, device="sim")
+@distributed(world_size=2, device=ACCELERATOR)
 def test_units_that_run_twice() -> None:
     def make() -> Any:
         torch.manual_seed(0)
@@ -359,7 +359,7 @@ def test_units_that_run_twice() -> None:
     assert _counts(stats) == (num_copies, num_copies)
 
 
-@distributed(world_size=2, device="sim")
+@distributed(world_size=2, device=ACCELERATOR)
 def test_a_forward_that_fails_leaves_nothing() -> None:
     model = _chain("fsdp")
     fsdp_c.offload_activations(model, min_bytes=MIN_BYTES)
@@ -382,7 +382,7 @@ def test_a_forward_that_fails_leaves_nothing() -> None:
     assert stats["pinned_nbytes"] == pinned
 
 
-@distributed(world_size=2, device="sim")
+@distributed(world_size=2, device=ACCELERATOR)
 def test_saved_tensors_that_change_are_an_error() -> None:
     """As without the offload, of tensors that are copied and that stay."""
     for enabled, min_bytes in ((False, 1), (True, 1), (True, 1 << 30)):
@@ -403,7 +403,7 @@ def test_saved_tensors_that_change_are_an_error() -> None:
         _step(model)
 
 
-@distributed(world_size=2, device="sim")
+@distributed(world_size=2, device=ACCELERATOR)
 def test_forwards_that_save_nothing_here() -> None:
     """Without gradients, switched off, or inside somebody else's hooks."""
     model = _chain("fsdp")
@@ -422,7 +422,7 @@ def test_forwards_that_save_nothing_here() -> None:
     assert _counts(fsdp_c.memory_stats(model)) != (0, 0)
 
 
-@distributed(world_size=2, device="sim")
+@distributed(world_size=2, device=ACCELERATOR)
 def test_gradients_of_gradients() -> None:
     """A penalty on the gradient of the input."""
 

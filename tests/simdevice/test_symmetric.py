@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from helpers.accelerator import ACCELERATOR
 from helpers.distributed import distributed
 from helpers.impl import fsdp
 
@@ -21,18 +22,18 @@ class Fake:
 
     def __init__(self) -> None:
         library = ctypes.CDLL(os.environ["FSDP_C_NCCL_LIBRARY"])
-        library.sim_nccl_num_windows.restype = ctypes.c_longlong
-        library.sim_nccl_num_in_windows.restype = ctypes.c_longlong
-        library.sim_nccl_num_blocks.restype = ctypes.c_longlong
-        library.sim_nccl_places.restype = ctypes.c_ulonglong
+        library.fake_nccl_num_windows.restype = ctypes.c_longlong
+        library.fake_nccl_num_in_windows.restype = ctypes.c_longlong
+        library.fake_nccl_num_blocks.restype = ctypes.c_longlong
+        library.fake_nccl_places.restype = ctypes.c_ulonglong
         self._library = library
 
     def __getattr__(self, name: str) -> int:
-        return int(getattr(self._library, f"sim_nccl_{name}")())
+        return int(getattr(self._library, f"fake_nccl_{name}")())
 
     def run_out_of_memory(self, is_out: bool) -> None:
         """Let ncclMemAlloc fail on this rank from now on, or no more."""
-        self._library.sim_nccl_run_out_of_memory(ctypes.c_bool(is_out))
+        self._library.fake_nccl_run_out_of_memory(ctypes.c_bool(is_out))
 
 
 def make(group: dist.ProcessGroup) -> nn.Module:
@@ -50,7 +51,7 @@ def train(model: nn.Module, num_steps: int, rank: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(rank)
     losses = []
     for _ in range(num_steps):
-        x = torch.randn(4, 16, generator=generator, device="cpu").to("sim")
+        x = torch.randn(4, 16, generator=generator, device="cpu").to(ACCELERATOR)
         loss = model(x).square().mean()
         loss.backward()
         optimizer.step()
@@ -62,7 +63,7 @@ def train(model: nn.Module, num_steps: int, rank: int) -> list[torch.Tensor]:
 def windows_of(group: dist.ProcessGroup) -> str:
     from fsdp_c import _native
 
-    name, text = _native.transport(group, torch.device("sim"))
+    name, text = _native.transport(group, torch.device(ACCELERATOR))
     assert name == "nccl"
     return text
 
@@ -83,7 +84,7 @@ def run(
     return results
 
 
-@distributed(world_size=(2, 3), device="sim")
+@distributed(world_size=(2, 3), device=ACCELERATOR)
 def test_training_in_windows(rank: int, world_size: int) -> None:
     """The same bits as without; every rank's collectives at the same places."""
     from fsdp_c import memory_stats
@@ -125,7 +126,7 @@ def test_training_in_windows(rank: int, world_size: int) -> None:
         assert torch.equal(got.cpu(), expected.cpu())
 
 
-@distributed(world_size=2, device="sim")
+@distributed(world_size=2, device=ACCELERATOR)
 def test_rank_without_symmetric_memory(rank: int) -> None:
     """Its blocks come from torch's allocator, and no rank has windows."""
     fake = Fake()
@@ -145,7 +146,7 @@ def test_rank_without_symmetric_memory(rank: int) -> None:
         fake.run_out_of_memory(False)
 
 
-@distributed(world_size=2, device="sim")
+@distributed(world_size=2, device=ACCELERATOR)
 def test_equal_models_over_one_group(rank: int) -> None:
     """They have memory of their own, beside each other and in turn."""
     fake = Fake()
@@ -166,7 +167,7 @@ def test_equal_models_over_one_group(rank: int) -> None:
     assert fake.num_windows == 0
 
 
-@distributed(world_size=2, device="sim")
+@distributed(world_size=2, device=ACCELERATOR)
 def test_captured_steps_are_refused(rank: int) -> None:
     """A replay would go on using windows that were closed."""
     from fsdp_c import capture_step

@@ -10,9 +10,9 @@ import itertools
 import torch
 from torch import nn
 
+from helpers.accelerator import ACCELERATOR, native
 from helpers.distributed import distributed
 from helpers.impl import FSDP, CPUOffload, fsdp
-from simdevice.device import native
 
 NUM_SEEDS = 8
 DIM = 24
@@ -26,7 +26,7 @@ def keep_busy() -> torch.Tensor:
     return x
 
 
-@distributed(world_size=2, device="sim")
+@distributed(world_size=2, device=ACCELERATOR)
 def test_written_by_the_first_rank(rank: int) -> None:
     # summon.c, write_back_resident: the broadcast comes after what the user
     # wrote, and what the user reads after the broadcast.
@@ -51,7 +51,7 @@ def test_written_by_the_first_rank(rank: int) -> None:
                 assert set(each.flatten().tolist()) == {expected}
 
 
-@distributed(world_size=2, device="sim")
+@distributed(world_size=2, device=ACCELERATOR)
 def test_staged_gradients_follow_the_block() -> None:
     # reduce_unit.c, accumulate_segments: the sharded gradient comes from the host
     # to memory that COMPUTE used a moment ago, for a unit that reduces nothing.
@@ -84,7 +84,7 @@ def test_staged_gradients_follow_the_block() -> None:
                     )
 
 
-@distributed(world_size=2, device="sim")
+@distributed(world_size=2, device=ACCELERATOR)
 def test_replaced_parameter() -> None:
     # unit_views.cpp, replace_param: the unit's gather comes after the copy of the
     # new values into the shard.
@@ -105,7 +105,7 @@ def test_replaced_parameter() -> None:
             assert set(out.flatten().tolist()) == {value}, f"seed {seed}, step {step}"
 
 
-@distributed(world_size=2, device="sim")
+@distributed(world_size=2, device=ACCELERATOR)
 def test_shards_in_host_memory_are_written_after_their_upload() -> None:
     # forward.c, end_iteration; _device.py, wait_for_uploads; unit_views.cpp,
     # write_back: what a forward computes is what the shards held when it ran.

@@ -80,20 +80,20 @@ SIM_API int ncclCommWindowDeregister(ncclComm_t comm, void *handle);
 
 /* For tests: windows that are registered now, collectives of this process in
  * windows so far, and a digest of their places, the same on all ranks. */
-SIM_API long long sim_nccl_num_windows(void);
-SIM_API long long sim_nccl_num_in_windows(void);
-SIM_API unsigned long long sim_nccl_places(void);
+SIM_API long long fake_nccl_num_windows(void);
+SIM_API long long fake_nccl_num_in_windows(void);
+SIM_API unsigned long long fake_nccl_places(void);
 /* Blocks of ncclMemAlloc that live; whether there are no more. */
-SIM_API long long sim_nccl_num_blocks(void);
-SIM_API void sim_nccl_run_out_of_memory(bool is_out);
+SIM_API long long fake_nccl_num_blocks(void);
+SIM_API void fake_nccl_run_out_of_memory(bool is_out);
 
 /* For tests: launches of this process so far (a group counts once), and buffers
  * that are registered now. */
-SIM_API long long sim_nccl_num_launches(void);
-SIM_API long long sim_nccl_num_registered(void);
-SIM_API long long sim_nccl_num_comms(void); /* ever made */
+SIM_API long long fake_nccl_num_launches(void);
+SIM_API long long fake_nccl_num_registered(void);
+SIM_API long long fake_nccl_num_comms(void); /* ever made */
 /* How the last communicator was configured, as "min_ctas=4 ...". */
-SIM_API const char *sim_nccl_last_config(void);
+SIM_API const char *fake_nccl_last_config(void);
 
 /* ---- Communicators: fake_nccl_comm.c ---- */
 

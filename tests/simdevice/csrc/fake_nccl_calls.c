@@ -219,10 +219,10 @@ int ncclCommDeregister(ncclComm_t comm, void *handle) {
   return SUCCESS;
 }
 
-long long sim_nccl_num_launches(void) {
+long long fake_nccl_num_launches(void) {
   return fake_read_counter(&num_launches);
 }
 
-long long sim_nccl_num_registered(void) {
+long long fake_nccl_num_registered(void) {
   return fake_read_counter(&num_registered);
 }

@@ -318,10 +318,10 @@ const char *ncclGetLastError(ncclComm_t comm) {
   return comm == NULL ? "" : comm->message;
 }
 
-long long sim_nccl_num_comms(void) {
+long long fake_nccl_num_comms(void) {
   return fake_read_counter(&num_comms);
 }
 
-const char *sim_nccl_last_config(void) {
+const char *fake_nccl_last_config(void) {
   return last_config;
 }

@@ -93,25 +93,25 @@ static long long read_locked(const long long *value) {
   return copy;
 }
 
-long long sim_nccl_num_windows(void) {
+long long fake_nccl_num_windows(void) {
   return read_locked(&num_open);
 }
 
-long long sim_nccl_num_in_windows(void) {
+long long fake_nccl_num_in_windows(void) {
   return read_locked(&num_in_windows);
 }
 
-long long sim_nccl_num_blocks(void) {
+long long fake_nccl_num_blocks(void) {
   return fake_read_counter(&num_blocks);
 }
 
-unsigned long long sim_nccl_places(void) {
+unsigned long long fake_nccl_places(void) {
   pthread_mutex_lock(&mutex);
   const unsigned long long copy = digest;
   pthread_mutex_unlock(&mutex);
   return copy;
 }
 
-void sim_nccl_run_out_of_memory(bool is_out) {
+void fake_nccl_run_out_of_memory(bool is_out) {
   is_out_of_memory = is_out;
 }
