@@ -11,6 +11,7 @@ from helpers.distributed import TEST_DEVICE, distributed
 from helpers.impl import FSDP, MixedPrecision, fsdp
 from helpers.models import CASES, MLP, Block, vectors
 from helpers.reference import Differential, assert_same_tensors, full_state_dict
+from helpers.seeds import seeded
 
 
 def _wrap(model: nn.Module, *, use_orig_params: bool, **kwargs: Any) -> Any:
@@ -66,7 +67,7 @@ def test_one_unit_of_several() -> None:
 
     reference = Net()
     model = _wrap(copy.deepcopy(reference), use_orig_params=True)
-    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(4, 6, generator=seeded(1))
     for _ in range(2):
         torch.testing.assert_close(model(x), reference(x))
         model(x).sum().backward()

@@ -15,6 +15,7 @@ from helpers.groups import hybrid_groups
 from helpers.impl import FSDP, CPUOffload, MixedPrecision, assert_idle, fsdp
 from helpers.models import Block, vectors
 from helpers.reference import Differential, with_model
+from helpers.seeds import seeded
 
 NUM_UNITS = 4  # of the model "mlp"; each is one segment
 
@@ -320,7 +321,7 @@ def test_hybrid_is_refused(rank: int, strategy: str) -> None:
         )
         with pytest.raises(AssertionError, match="hybrid"):
             model.register_comm_hook(None, _no_hook)
-        model(*vectors(torch.Generator().manual_seed(rank))).sum().backward()
+        model(*vectors(seeded(rank))).sum().backward()
         del model
 
 

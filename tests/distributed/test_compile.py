@@ -20,6 +20,7 @@ from helpers.impl import MixedPrecision, ShardingStrategy, fsdp
 from helpers.models import MLP, Block, TransformerBlock, loss_of, vectors
 from helpers.reference import Differential
 from helpers.rows import Rows, shard_units
+from helpers.seeds import seeded
 
 TIMEOUT_S = 240.0
 
@@ -251,7 +252,7 @@ def test_whole_model_under_fully_shard(is_compiled: str) -> None:
 
     def vectors_of(model: nn.Module) -> Any:
         dtype = next(model.parameters()).dtype
-        return tuple(x.to(dtype) for x in vectors(torch.Generator()))
+        return tuple(x.to(dtype) for x in vectors(seeded(0)))
 
     with _dynamo():
         both = Rows(MLP, shard, vectors)
@@ -293,7 +294,7 @@ def _counts(
     After the first step nothing more may be compiled.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    generator = torch.Generator().manual_seed(3)
+    generator = seeded(3)
     torch.manual_seed(1)
     with _dynamo():
         counter = _counter(backend)

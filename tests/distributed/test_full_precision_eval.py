@@ -14,6 +14,7 @@ from helpers.groups import hybrid_groups
 from helpers.impl import FSDP, MixedPrecision, assert_idle, fsdp
 from helpers.models import BATCH, DIM, Block
 from helpers.reference import Differential, assert_same, full_state_dict
+from helpers.seeds import seeded
 
 
 class Net(nn.Module):
@@ -106,7 +107,7 @@ def _compare_eval(differential: Differential) -> None:
     model.eval()
     with torch.no_grad():
         for index in range(3):
-            generator = torch.Generator().manual_seed(10 * index + differential.rank)
+            generator = seeded(10 * index + differential.rank)
             (x,) = _inputs(generator)
             output = model(x)
             assert output.dtype == torch.float32

@@ -10,6 +10,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from fsdp_c import fully_shard
 from helpers.distributed import distributed
+from helpers.seeds import seeded
 
 
 class Scaled:
@@ -68,7 +69,7 @@ def test_quantized_gathers(world_size: int) -> None:
     extension = Scaled(model[0].weight._local_tensor)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
-        x = torch.randn(3, 6, generator=torch.Generator().manual_seed(step))
+        x = torch.randn(3, 6, generator=seeded(step))
         whole = {name: p.full_tensor() for name, p in model.named_parameters()}
         pieces = whole["0.weight"].detach().chunk(world_size)
         scales = [piece.abs().amax() / 127 for piece in pieces]

@@ -39,6 +39,7 @@ from helpers.distributed import distributed
 from helpers.groups import device_under_test, groups_destroyed, groups_kept, kept_mesh
 from helpers.models import Inputs
 from helpers.rows import Rows, shard_units
+from helpers.seeds import seeded
 from helpers.shared_folder import shared_folder
 from helpers.tensor_parallel import train_and_check
 
@@ -422,7 +423,7 @@ def test_experts_of_each_group(rank: int) -> None:
         model: Any = Mixture().double()
         model.load_state_dict(reference.state_dict())
         shard_mixture(model, whole, answers)
-        generator = torch.Generator().manual_seed(0)
+        generator = seeded(0)
         inputs = [vectors(generator)[0].double() for _ in range(4)]
         model(inputs[rank]).sum().backward()
         group = (0, 1) if rank < 2 else (2, 3)

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp_c import fully_shard
 from helpers.distributed import distributed
 from helpers.groups import device_under_test, groups_destroyed
+from helpers.seeds import seeded
 
 DIM, NUM_MICRO_BATCHES = 6, 4
 SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
@@ -108,7 +109,7 @@ def compare(pp: Any, dp: Any, name: str, reshards: bool, **options: Any) -> None
     optimizer = torch.optim.SGD(params, lr=0.01)
     every = torch.optim.SGD(reference.parameters(), lr=0.01)
     for step in range(2):
-        generator = torch.Generator().manual_seed(step)
+        generator = seeded(step)
         x = torch.randn(num_dp, 8, DIM, generator=generator, dtype=torch.float64)
         y = torch.randn(num_dp, 8, DIM, generator=generator, dtype=torch.float64)
         (loss_fn(reference(x.flatten(0, 1)), y.flatten(0, 1)) / num_dp).backward()

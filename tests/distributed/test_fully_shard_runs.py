@@ -33,6 +33,7 @@ from fsdp_c import (
 from helpers.distributed import TEST_DEVICE, distributed
 from helpers.models import CASES, MLP, Block, TransformerBlock, vectors
 from helpers.rows import Rows, shard_units
+from helpers.seeds import seeded
 from helpers.shared_folder import shared_folder
 
 
@@ -397,7 +398,7 @@ def test_meta_device() -> None:
     assigned.load_state_dict(copy.deepcopy(state), assign=True)
     model.to_empty(device=TEST_DEVICE)
     model.load_state_dict(state)
-    (inputs,) = CASES["uneven"].inputs(torch.Generator().manual_seed(0))
+    (inputs,) = CASES["uneven"].inputs(seeded(0))
     inputs = inputs.double()
     expected = like(inputs)
     for each in (model, assigned):

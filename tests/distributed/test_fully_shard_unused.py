@@ -20,6 +20,7 @@ from helpers.distributed import distributed
 from helpers.groups import kept_mesh
 from helpers.models import Inputs
 from helpers.rows import Rows
+from helpers.seeds import seeded
 from helpers.transports import OWN, over
 
 DIM = 6
@@ -170,8 +171,8 @@ def test_as_torch(rank: int) -> None:
     torch_fully_shard(theirs)
     optimizers = [adamw(list(model.parameters())) for model in (ours, theirs)]
     for step in range(4):
-        _, uses = some(torch.Generator().manual_seed(step))
-        x = torch.randn(4, DIM, generator=torch.Generator().manual_seed(rank))
+        _, uses = some(seeded(step))
+        x = torch.randn(4, DIM, generator=seeded(rank))
         for model, optimizer in zip((ours, theirs), optimizers, strict=True):
             model(x, uses).sum().backward()
             optimizer.step()

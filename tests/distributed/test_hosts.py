@@ -17,6 +17,7 @@ from helpers.distributed import distributed
 from helpers.groups import groups_destroyed, hybrid_groups
 from helpers.impl import fsdp
 from helpers.reference import Differential
+from helpers.seeds import seeded
 from helpers.transports import transport_of
 
 pytestmark = pytest.mark.cpu_only("hosts are told apart on the CPU")
@@ -104,7 +105,7 @@ def test_fully_shard_on_two_hosts(rank: int) -> None:
         model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
         weights = [p.detach().clone() for p in model.parameters()]
         fully_shard(model, mesh=mesh)
-        inputs = torch.randn(4, 2, 5, generator=torch.Generator().manual_seed(1))
+        inputs = torch.randn(4, 2, 5, generator=seeded(1))
         model(inputs[rank]).sum().backward()
         for p in weights:
             p.requires_grad_()

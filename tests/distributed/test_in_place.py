@@ -14,6 +14,7 @@ from fsdp_c import fully_shard
 from helpers.distributed import distributed
 from helpers.impl import FSDP, ShardingStrategy, fsdp
 from helpers.reference import Differential, full_state_dict
+from helpers.seeds import seeded
 
 pytestmark = pytest.mark.cpu_only("an accelerator's ranks gather")
 
@@ -134,7 +135,7 @@ def test_switch(rank: int, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_writes_in_forward_reach_nobody(rank: int, api: str) -> None:
     """As with FSDP1 they are gone when the unit reshards."""
     model = _wrap(api)
-    x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(2, WIDTH, generator=seeded(1))
     expected = _model()(x)
     torch.testing.assert_close(model(x), expected)
     inner: Any = model[1]
@@ -154,7 +155,7 @@ def test_writes_in_forward_reach_nobody(rank: int, api: str) -> None:
 def test_an_owner_writes_after_its_forward(rank: int, api: str) -> None:
     """A slow rank still computes with the values from before the write."""
     model = _wrap(api)
-    x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(2, WIDTH, generator=seeded(1))
     expected = _model()(x)
     last: Any = model[UNITS - 1]
     layer = last.module if isinstance(last, FSDP) else last

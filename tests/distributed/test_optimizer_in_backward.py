@@ -31,6 +31,7 @@ from helpers.impl import (
 from helpers.models import CASES, MLP, Block, Case, loss_of
 from helpers.reference import assert_same_tensors, full_state_dict
 from helpers.rows import shard_units
+from helpers.seeds import seeded
 
 WORLD = 2
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -42,7 +43,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def _batch(case: Case, step: int, rank: int) -> tuple[Tensor, ...]:
-    inputs = case.inputs(torch.Generator().manual_seed(97 * step + rank))
+    inputs = case.inputs(seeded(97 * step + rank))
     return tuple(x.double() if x.is_floating_point() else x for x in inputs)
 
 

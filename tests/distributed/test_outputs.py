@@ -17,6 +17,7 @@ from helpers.distributed import distributed, every_strategy
 from helpers.impl import FSDP, fsdp
 from helpers.models import OUTPUT_KINDS, Outputs, PackedBlock, Pair, Result, tensors_of
 from helpers.reference import Differential, assert_same_tensors, full_state_dict
+from helpers.seeds import seeded
 
 
 class OneLayer(nn.Module):
@@ -231,7 +232,7 @@ def test_users_hooks_on_an_output() -> None:
     """They run in their order, may change the gradient, and can be removed."""
     reference = nn.Linear(4, 4)
     model = fsdp(copy.deepcopy(reference), use_orig_params=True)
-    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(2, 4, generator=seeded(0))
     for module in (reference, model):
         seen: list[str] = []
         output = module(x)

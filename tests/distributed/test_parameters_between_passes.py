@@ -29,6 +29,7 @@ from helpers.impl import (
 )
 from helpers.models import DIM, MLP, Block
 from helpers.reference import assert_same, clean_name
+from helpers.seeds import seeded
 from helpers.transports import over
 
 CHANGED = "FSDP does not support changing the parameters between forward and backward"
@@ -37,7 +38,7 @@ KEEPING = ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
 
 def _batch(step: int = 0) -> Tensor:
     """Return the same on all ranks, so the mean of gradients is one of them."""
-    generator = torch.Generator().manual_seed(step)
+    generator = seeded(step)
     return torch.randn(4, DIM, generator=generator, dtype=torch.float64).to(TEST_DEVICE)
 
 

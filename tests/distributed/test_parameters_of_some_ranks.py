@@ -12,6 +12,7 @@ from helpers.distributed import distributed, every_strategy
 from helpers.models import DIM, vectors
 from helpers.reference import Differential, Inputs
 from helpers.rows import Rows, shard_units
+from helpers.seeds import seeded
 from helpers.transports import OWN, over
 
 NUM_BLOCKS = 4
@@ -55,7 +56,7 @@ class SomeRanks(Differential):
     def batches(self) -> list[Inputs]:
         """Return the next batch of every rank."""
         batches = super().batches()
-        generator = torch.Generator().manual_seed(self.num_batches)
+        generator = seeded(self.num_batches)
         uses = torch.randint(2, (len(batches), NUM_BLOCKS), generator=generator)
         unused = uses.sum(0) == 0
         lucky = torch.randint(len(batches), (NUM_BLOCKS,), generator=generator)

@@ -14,6 +14,7 @@ import fsdp_c
 from fsdp_c import MixedPrecisionPolicy, fully_shard
 from helpers.distributed import distributed
 from helpers.impl import FSDP, MixedPrecision, fsdp
+from helpers.seeds import seeded
 
 pytestmark = pytest.mark.cpu_only("an accelerator's ranks have no shared memory")
 
@@ -129,7 +130,7 @@ def _compare(api: str, train: Train, monkeypatch: Any, **options: Any) -> None:
     groups = [dist.new_group(), dist.new_group()]
     monkeypatch.setenv("FSDP_C_SHM", "0")
     plain = _make(api, groups[0], **options)
-    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
+    x = torch.randn(4, WIDTH, generator=seeded(dist.get_rank()))
     train(plain, x)
     expected = _grads(plain)
     monkeypatch.delenv("FSDP_C_SHM")
@@ -178,7 +179,7 @@ def test_mixed_precision(
 @distributed(world_size=(2, 3))
 def test_optimizer_in_backward(api: str) -> None:
     """Each unit is stepped with its gradient alone, as after the backward."""
-    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
+    x = torch.randn(4, WIDTH, generator=seeded(dist.get_rank()))
     plain = _make(api, dist.group.WORLD)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     model = _make(api, dist.group.WORLD)

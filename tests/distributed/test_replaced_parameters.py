@@ -10,11 +10,12 @@ from helpers.distributed import STRATEGIES, distributed, varied
 from helpers.impl import FSDP, assert_idle
 from helpers.models import CASES, DIM, TiedBlock
 from helpers.reference import Differential, full_state_dict, sgd, with_model
+from helpers.seeds import seeded
 
 
 def _new_values(shape: tuple[int, ...]) -> Tensor:
     """Return the same values on every rank."""
-    generator = torch.Generator().manual_seed(7)
+    generator = seeded(7)
     return torch.randn(*shape, generator=generator) * 0.3
 
 

@@ -35,6 +35,7 @@ from fsdp_c import fully_shard
 from helpers.distributed import distributed
 from helpers.groups import device_under_test, groups_destroyed
 from helpers.rows import whole_of
+from helpers.seeds import seeded
 from helpers.shared_folder import shared_folder
 from helpers.tensor_parallel import (
     ParallelModel,
@@ -120,7 +121,7 @@ def test_what_a_rank_holds() -> None:
         seen: list[Any] = []
         up = sharded.blocks[0].up
         up.register_forward_pre_hook(lambda m, _: seen.append(m.weight))
-        sharded(*tokens(torch.Generator().manual_seed(0))).sum().backward()
+        sharded(*tokens(seeded(0))).sum().backward()
         assert isinstance(seen[0], nn.Parameter)
         assert seen[0].placements == (Shard(0),)
         assert seen[0].device_mesh == tp
@@ -154,7 +155,7 @@ def test_replicas() -> None:
         model.load_state_dict(reference.state_dict())
         parallelize(model, mesh["parallel"])
         shard_blocks(model, mesh["replicas", "shards"])
-        (inputs,) = tokens(torch.Generator().manual_seed(0))
+        (inputs,) = tokens(seeded(0))
         reference(inputs).sum().backward()
         model(inputs).sum().backward()
         expected = dict(reference.named_parameters())

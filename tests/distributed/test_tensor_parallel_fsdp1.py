@@ -24,6 +24,7 @@ from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import checkpoint
 from helpers.distributed import distributed, varied
 from helpers.groups import device_under_test, groups_destroyed
+from helpers.seeds import seeded
 from helpers.shared_folder import shared_folder
 from helpers.tensor_parallel import (
     ParallelBlock,
@@ -254,7 +255,7 @@ def test_summon_apply_and_sync(rank: int, world_size: int) -> None:
             assert torch.equal(value.full_tensor(), torch.full(value.shape, 2.0))
         model.blocks[0].up.weight = nn.Parameter(torch.zeros(3))
         with pytest.raises(RuntimeError, match="Cannot writeback"):
-            model(*tokens(torch.Generator().manual_seed(0)))
+            model(*tokens(seeded(0)))
 
 
 @varied(
@@ -362,7 +363,7 @@ def test_replicas_and_mixed_precision() -> None:
         model.blocks[0].up.register_forward_pre_hook(
             lambda m, _: seen.extend((m.weight.dtype, m.weight.to_local().dtype))
         )
-        (inputs,) = tokens(torch.Generator().manual_seed(0))
+        (inputs,) = tokens(seeded(0))
         reference(inputs).sum().backward()
         model(inputs).sum().backward()
         assert seen == [torch.bfloat16] * 2

@@ -120,10 +120,11 @@ def test_spans_are_in_order_and_nested() -> None:
         assert each.backward_begin < each.backward_end <= each.end
     # What is not in fsdp_c and not outside of the model is compute.
     numbers = timeline.trace.numbers()
-    assert 0 < numbers.compute < numbers.step
+    assert numbers.compute > 0
     assert numbers.host > 0
     parts = numbers.compute + numbers.exposed + numbers.host + numbers.rest
-    assert parts <= numbers.step * 1.001
+    if not numbers.on_device:  # which computes when the host has left the step
+        assert parts <= numbers.step * 1.001
     assert {slice_.what for slice_ in lanes.compute} == {"forward", "backward"}
     assert {slice_.unit for slice_ in lanes.compute} == set(range(NUM_BLOCKS + 1))
     # With forward_prefetch all but the root are ahead.

@@ -11,6 +11,7 @@ from helpers.distributed import STRATEGIES, distributed, every_strategy, varied
 from helpers.impl import FSDP, assert_idle, memory_stats
 from helpers.models import DIM, MLP, Block, loss_of
 from helpers.reference import Differential, assert_same, with_model
+from helpers.seeds import seeded
 
 RANKS = (2, 3, 4)
 
@@ -217,7 +218,7 @@ def test_two_models_trained_in_turn(rank: int) -> None:
     generator, judge = (
         Differential.of_units(lambda: MLP(2), {Block}) for _ in range(2)
     )
-    widen = torch.randn(3, DIM, generator=torch.Generator().manual_seed(0))
+    widen = torch.randn(3, DIM, generator=seeded(0))
 
     def losses(batches: Any) -> tuple[Tensor, Tensor]:
         whole = [

@@ -15,6 +15,7 @@ from helpers.distributed import distributed, every_strategy
 from helpers.groups import hybrid_groups
 from helpers.impl import fsdp
 from helpers.reference import Differential
+from helpers.seeds import seeded
 from helpers.transports import OWN, c10d_only, over, transport_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.int64]
@@ -41,7 +42,7 @@ def test_bits_of_sums(
     rank: int, world_size: int, transport: str, dtype: torch.dtype
 ) -> None:
     """They are those of torch.distributed's reduce_scatter over gloo."""
-    generator = torch.Generator().manual_seed(rank)
+    generator = seeded(rank)
     given = torch.rand(12, 64, generator=generator) + 1
     given *= torch.randint(0, 2, given.shape, generator=generator) * 2 - 1
     expected = torch.empty(12 // world_size, 64, dtype=dtype)
@@ -122,8 +123,8 @@ def test_messages(rank: int, world_size: int) -> None:
 
     def content(sender: int, receiver: int, numel: int, dtype: torch.dtype) -> object:
         seed = 1000 * sender + 10 * receiver + numel % 7
-        generator = torch.Generator().manual_seed(seed)
-        values = torch.randint(0, 2, (numel,), generator=generator, device="cpu")
+        generator = seeded(seed)
+        values = torch.randint(0, 2, (numel,), generator=generator).cpu()
         return values.to(dtype)
 
     sizes = [0, 1, 63, 4096, 3_000_001]

@@ -12,6 +12,7 @@ from helpers.distributed import distributed
 from helpers.impl import FSDP, fsdp
 from helpers.models import DIM, Block
 from helpers.reference import Differential
+from helpers.seeds import seeded
 
 
 def _same(model: torch.nn.Module, reference: torch.nn.Module) -> None:
@@ -27,7 +28,7 @@ def test_frozen_after_wrapping_has_no_gradient() -> None:
     """So that weight decay leaves it alone."""
     reference = Block()
     model = fsdp(copy.deepcopy(reference), use_orig_params=True)
-    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(4, 6, generator=seeded(0))
     for module in (model, reference):
         for name, param in module.named_parameters():
             if "bias" in name:
@@ -90,7 +91,7 @@ def test_a_setattr_of_the_modules_own_is_called(
 def test_kept_gradients_stay_what_they_were(use_orig_params: bool) -> None:
     """After zero_grad() and another step; views that nobody keeps are used again."""
     model = fsdp(Block(), use_orig_params=use_orig_params)
-    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(4, 6, generator=seeded(0))
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
     for step in range(4):
         model(x * (step + 1)).square().mean().backward()

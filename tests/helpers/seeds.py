@@ -24,6 +24,12 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def seeded(seed: int) -> torch.Generator:
+    """Return a generator for the default device; CUDA takes none of the CPU's."""
+    device = torch.get_default_device()
+    return torch.Generator(device if device.type == "cuda" else "cpu").manual_seed(seed)
+
+
 def generator(*parts: object) -> torch.Generator:
-    """Return a torch generator seeded by ``parts``."""
-    return torch.Generator().manual_seed(seed_of(*parts))
+    """Return a generator for the default device, seeded by ``parts``."""
+    return seeded(seed_of(*parts))

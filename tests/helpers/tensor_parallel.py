@@ -29,6 +29,7 @@ from helpers.models import VOCAB, Inputs
 from helpers.random_programs import Node
 from helpers.reference import Differential, clean_name, sgd
 from helpers.rows import Rows
+from helpers.seeds import seeded
 
 
 class Replicated(ParallelStyle):
@@ -248,7 +249,7 @@ def shared_step(
 ) -> Tensor:
     """Run a step on a batch that all ranks share; return the loss."""
     optimizer.zero_grad()
-    batch = tokens(torch.Generator().manual_seed(seed))
+    batch = tokens(seeded(seed))
     loss: Tensor = model(*batch).square().mean()
     loss.backward()
     optimizer.step()

@@ -31,6 +31,7 @@ from helpers.distributed import distributed
 from helpers.groups import hybrid_groups
 from helpers.impl import FSDP, MixedPrecision, ShardingStrategy
 from helpers.reference import assert_same_tensors, clean_name
+from helpers.seeds import seeded
 from programs.unsharded import check_weights, draw, mean_over_ranks
 
 DIM, VOCAB = 8, 12
@@ -149,7 +150,7 @@ def _wrap(
 
 def _loss(model: nn.Module, step: int, rank: int, data: int) -> Tensor:
     seed = 100 * step + 10 * rank + data
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     tokens = torch.randint(0, VOCAB, (2, 6), generator=generator)
     dtype = next(model.parameters()).dtype
     logits = model(draw(2, 4, DIM, seed=seed).to(dtype), tokens[:, :-1])

@@ -16,6 +16,7 @@ from torch.nn import functional
 from helpers.distributed import distributed
 from helpers.impl import FSDP, MixedPrecision, ShardingStrategy, fsdp
 from helpers.reference import gather_orig
+from helpers.seeds import seeded
 from programs.unsharded import check_weights, mean_over_ranks
 
 DIM, VOCAB = 16, 24
@@ -105,9 +106,7 @@ def _build(dtype: torch.dtype) -> _T5:
 
 
 def _tokens(seed: int) -> Tensor:
-    return torch.randint(
-        0, VOCAB, (4, 6), generator=torch.Generator().manual_seed(seed)
-    )
+    return torch.randint(0, VOCAB, (4, 6), generator=seeded(seed))
 
 
 def _loss(model: nn.Module, step: int, rank: int) -> Tensor:

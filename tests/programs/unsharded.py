@@ -10,11 +10,12 @@ from torch.distributed.tensor import DTensor
 from helpers.impl import FSDP
 from helpers.reference import assert_same_tensors, clean_name
 from helpers.rows import whole_of
+from helpers.seeds import seeded
 
 
 def draw(*shape: int, seed: int) -> Tensor:
     """Return fp64 numbers that depend on ``seed`` alone."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
