@@ -200,7 +200,11 @@ struct ForwardCall {
   // before this one prefetches.
   void on_grad(const Node *node) {
     const int current = torch::autograd::get_current_graph_task_id();
-    if (graph_task == current) return;
+    if (graph_task == current) {
+      // The node may be on another stream, which has not waited for the gather.
+      const EngineCall call(*unit->engine);
+      return;
+    }
     graph_task = current;
     if (const auto counted = std::exchange(num_awaited, nullptr)) --*counted;
     receive_input(*unit->engine, node);
