@@ -109,7 +109,9 @@ def check_grads(
     for each in batches:
         reference(each).square().mean().backward()
     expected = [param.grad for param in reference.parameters()]
-    torch.testing.assert_close(grads(model), expected, msg=lambda text: f"{name}: {text}")
+    torch.testing.assert_close(
+        grads(model), expected, msg=lambda text: f"{name}: {text}"
+    )
     model.zero_grad()
     reference.zero_grad()
 

@@ -294,7 +294,7 @@ void resize_outputs(const c10::FunctionSchema &schema, const Stack &arguments,
   }
 }
 
-// Note [Inferred results]
+// Note [Results on meta tensors]
 // Many operators run on meta tensors by way of Python, a hundred times slower
 // than the operator itself. What came out is kept by all that it depends on:
 // the operator, the metadata of its tensors and the other arguments.

@@ -8,7 +8,7 @@
 #include "fake.h"
 
 /*
- * Note [When a task runs]
+ * Note [Moods of a stream]
  * A stream draws a mood for each stretch of tasks:
  *   eager   tasks run at once;
  *   jitter  each sleeps for a random time first;
