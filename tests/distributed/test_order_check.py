@@ -298,6 +298,7 @@ def test_post_mortem(world_size: int, body: Callable[..., None]) -> None:
         helper.run_task(body, world_size, {}, timeout_s=40.0)
     finally:
         # A group that failed is not asked to serve the next test.
-        pool = helper._pools.pop((world_size, helper.TEST_DEVICE), None)
+        key = world_size, helper.TEST_DEVICE, False
+        pool = helper._pools.pop(key, None)
         if pool is not None:
             pool.close()

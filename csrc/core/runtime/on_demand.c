@@ -104,7 +104,7 @@ bool fsdp_engine_shows_kept(const fsdp_engine *engine) {
 bool fsdp_engine_keeps_root(const fsdp_engine *engine) {
   const fsdp_unit *root = engine->root;
   return engine->depth == 0 && !engine->in_backward && root != NULL &&
-         !root->options.shows_kept && !root->is_resident && !root->is_pinned &&
+         !root->is_left_shown && !root->is_resident && !root->is_pinned &&
          (root->state == FSDP_UNIT_HIDDEN ||
           root->state == FSDP_UNIT_UNSHARDED);
 }
