@@ -21,6 +21,7 @@ def _both(api: str) -> Differential:
     )
 
 
+@pytest.mark.cpu_only("tasks of the simulated device run outside of inference mode")
 @pytest.mark.parametrize("transport", ["1", "0"])
 @pytest.mark.parametrize("api", ["FSDP", "FSDP flat", "fully_shard"])
 @distributed(world_size=2)

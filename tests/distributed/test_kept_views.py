@@ -30,7 +30,7 @@ READS: dict[str, Callable[[Tensor], object]] = {
     "written": lambda view: view.zero_(),
     "copied": lambda view: torch.empty(view.shape).copy_(view),
     "list": lambda view: view.tolist(),
-    "numpy": lambda view: view.numpy(),
+    "numpy": lambda view: view.cpu().numpy(),
     "address": lambda view: view.data_ptr(),
     "storage": lambda view: torch.empty(0).set_(view.untyped_storage()).sum(),
     "printed": repr,

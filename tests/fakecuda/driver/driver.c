@@ -258,11 +258,10 @@ static CUresult refuse(int index) {
   }
 #define EIGHT(of, n) \
   of(n##0) of(n##1) of(n##2) of(n##3) of(n##4) of(n##5) of(n##6) of(n##7)
-#define ALL(of)                                                    \
-  EIGHT(of, 0)                                                     \
-  EIGHT(of, 1)                                                     \
-  EIGHT(of, 2) EIGHT(of, 3) EIGHT(of, 4) EIGHT(of, 5) EIGHT(of, 6) \
-      EIGHT(of, 7)
+#define ALL(of) \
+  EIGHT(of, 0)  \
+  EIGHT(of, 1)  \
+  EIGHT(of, 2) EIGHT(of, 3) EIGHT(of, 4) EIGHT(of, 5) EIGHT(of, 6) EIGHT(of, 7)
 #define NAME(n) unsupported_##n,
 ALL(STUB)
 static CUresult (*const unsupported[MAX_UNSUPPORTED])(void) = {ALL(NAME)};
