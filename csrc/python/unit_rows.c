@@ -49,7 +49,8 @@ static int show_in_places(PyObject *places, fsdp_torch_shown from,
 static int show(unit_object *self, fsdp_torch_shown kind) {
   Py_ssize_t num_others;
   const fsdp_torch_shown from = self->shown;
-  if (self->places == NULL || from == kind) return 0;
+  if (self->places == NULL) return 0;
+  if (from == kind && kind != FSDP_TORCH_SHOWN_PLAIN) return 0;
   PyObject *places = Py_NewRef(self->places); /* on_replaced() may change it */
   int result = show_in_places(places, from, kind, &num_others);
   self->shown = kind; /* also in part: the way back is tried for all */
@@ -59,7 +60,8 @@ static int show(unit_object *self, fsdp_torch_shown kind) {
     if (called == NULL) result = -1;
     if (result == 0) {
       Py_SETREF(places, Py_NewRef(self->places));
-      result = show_in_places(places, from, kind, &num_others);
+      result =
+          show_in_places(places, FSDP_TORCH_SHOWN_SHARDED, kind, &num_others);
     }
   }
   Py_DECREF(places);

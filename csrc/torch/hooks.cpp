@@ -167,11 +167,23 @@ void expect_grads(Unit &unit, bool was_whole) {
                          comes_all ? num_inputs : 0);
 }
 
-void run_pre_backward(Unit &unit) {
+// `num_replaced`: in the forward whose backward begins.
+void check_not_replaced(const Unit &unit, uint64_t num_replaced) {
+  for (size_t i = 0; i < unit.params.size(); i++) {
+    if (unit.params[i].replaced_at > num_replaced) {
+      refuse_change(unit, std::to_string(i));
+    }
+  }
+}
+
+void run_pre_backward(Unit &unit, uint64_t num_replaced) {
   const OutsideTransforms outside;
   const std::shared_ptr<Engine> engine = unit.engine;
   check_left_shown(*engine);
   open_rows(*engine);
+  if (unit.num_replaced != num_replaced) {
+    check_not_replaced(unit, num_replaced);
+  }
   const EngineCall call(*engine);
   const int64_t begin_ns = engine->begin_span();
   engine->recover();
@@ -191,6 +203,7 @@ void run_pre_backward(Unit &unit) {
 // of a backward starts the unit's backward and later ones do nothing.
 struct ForwardCall {
   std::shared_ptr<Unit> unit;  // the graph keeps the unit alive
+  uint64_t num_replaced = 0;   // the unit's, in this forward
   int graph_task = -1;
   // What the call counts in, until a backward reaches it; null: nothing.
   std::shared_ptr<int64_t> num_awaited;
@@ -208,7 +221,7 @@ struct ForwardCall {
     graph_task = current;
     if (const auto counted = std::exchange(num_awaited, nullptr)) --*counted;
     receive_input(*unit->engine, node);
-    run_pre_backward(*unit);
+    run_pre_backward(*unit, num_replaced);
   }
 };
 
@@ -221,6 +234,7 @@ std::shared_ptr<ForwardCall> forward_call_of(
   if (call) return call;
   call = std::make_shared<ForwardCall>();
   call->unit = unit;
+  call->num_replaced = unit->num_replaced;
   unit->forward_call = call;
   if (unit->engine && !fsdp_engine_in_backward(unit->engine->core)) {
     call->num_awaited = unit->num_awaited;

@@ -36,6 +36,7 @@
 #include "torch/bridge.h"
 #include "torch/guard.hpp"
 #include "torch/step_stream.hpp"
+#include "torch/transforms.hpp"
 #include "torch/unit.hpp"
 
 namespace fsdp_torch {
@@ -49,6 +50,7 @@ Segment &own_segment(Unit &unit, const Param &param) {
 void adopt_local(Unit &unit, Param &param, size_t index) {
   at::Tensor &local = param.sharded_param.local;
   const at::NoGradGuard no_grad;
+  const OutsideTransforms outside;
   if (local.sizes() != param.sharded.sizes() ||
       local.scalar_type() != param.sharded.scalar_type()) {
     refuse(unit, c10::str("the local tensor of parameter ", index), local,
@@ -121,18 +123,41 @@ void make_grad(Unit &unit, Param &param, int64_t index) {
   shown.grad_uses[1] = shown.grad_local.use_count();
 }
 
+// The local tensor of a gradient that the unit did not make; undefined where it
+// did. GIL.
+at::Tensor local_of_other_grad(const ShardedParam &shown) {
+  const at::Tensor &grad = shown.param.grad();
+  if (!grad.defined() || grad.is_same(shown.grad)) return {};
+  const auto object = py::reinterpret_steal<py::object>(THPVariable_Wrap(grad));
+  const auto local = py::reinterpret_steal<py::object>(
+      PyObject_GetAttrString(object.ptr(), "_local_tensor"));
+  if (!local) throw_python_error();
+  return THPVariable_Unpack(local.ptr());
+}
+
 // Notes the local tensors of gradients that the user set. GIL.
 void note_user_grads(Unit &unit) {
   for (Param &param : unit.params) {
     ShardedParam &shown = param.sharded_param;
-    const at::Tensor &grad = shown.param.grad();
-    if (!grad.defined() || grad.is_same(shown.grad)) continue;
-    const auto object =
-        py::reinterpret_steal<py::object>(THPVariable_Wrap(grad));
-    const auto local = py::reinterpret_steal<py::object>(
-        PyObject_GetAttrString(object.ptr(), "_local_tensor"));
-    if (!local) throw_python_error();
-    shown.user_grad = THPVariable_Unpack(local.ptr());
+    at::Tensor local = local_of_other_grad(shown);
+    if (local.defined()) shown.user_grad = std::move(local);
+  }
+}
+
+// `local`: of `grad`; undefined if it has none.
+void check_grad(const Unit &unit, const Param &param, const at::Tensor &grad,
+                const at::Tensor &local) {
+  if (local.defined() && local.sizes() == param.sharded.sizes()) return;
+  refuse(unit, "the gradient of a parameter", local.defined() ? local : grad,
+         c10::str("expected a DTensor with ", param.sharded.sizes(),
+                  " on this rank"));
+}
+
+// Joins the reductions, which gradients must have before somebody reads them.
+void join_reduces(const Unit &unit) {
+  FSDP_LOCAL_ERROR(error);
+  if (fsdp_engine_join_reduces(unit.engine->core, &error) != FSDP_OK) {
+    throw_error(error);
   }
 }
 
@@ -188,19 +213,14 @@ bool take_sharded_grad(Unit &unit, Param &param) {
   if (!grad.defined()) return false;
   if (grad.is_same(shown.grad)) return true;
   Segment &segment = own_segment(unit, param);
-  if (!shown.user_grad.defined() ||
-      shown.user_grad.sizes() != param.sharded.sizes()) {
-    refuse(unit, "the gradient of a parameter",
-           shown.user_grad.defined() ? shown.user_grad : grad,
-           c10::str("expected a DTensor with ", param.sharded.sizes(),
-                    " on this rank"));
-  }
+  check_grad(unit, param, grad, shown.user_grad);
   ensure_grad_shard(unit, segment, false);
   make_view(segment.grad_shard.storage().getWeakStorageImpl().lock(),
             param.sharded.key_set(), segment.grad, param.sharded.sizes(),
             segment.grad_shard.storage_offset() + param.in_shard.begin)
       .copy_(shown.user_grad);
   record_current_stream(shown.user_grad);
+  shown.taken_version = grad._version();
   return true;
 }
 
@@ -223,6 +243,17 @@ void show_sharded_grads(Unit &unit) {
         fsdp_unit_is_unused(unit.core, static_cast<int64_t>(i))) {
       continue;
     }
+    // Of the sharded parameter itself, after the unit took what was there: the
+    // user computed with it before the forward.
+    const at::Tensor late = local_of_other_grad(shown);
+    if (late.defined() && late.is_same(shown.user_grad) &&
+        shown.param.grad()._version() != shown.taken_version) {
+      throw std::runtime_error(c10::str(
+          "FSDP unit '", unit.name, "': the gradient that the user set on ",
+          "parameter ", i, " was added to after the unit had taken it. ",
+          "Compute terms of the loss that have sharded parameters after the ",
+          "forward, or clear gradients before"));
+    }
     const bool moved =
         shown.grad.defined() &&
         !is_over(shown.grad_local, storage_of(segment.grad_shard));
@@ -234,13 +265,15 @@ void show_sharded_grads(Unit &unit) {
               segment.grad_shard.storage_offset() + param.in_shard.begin);
     }
     shown.param.mutable_grad() = shown.grad;
+    if (late.defined() && !late.is_same(shown.user_grad)) {
+      check_grad(unit, param, late, late);
+      join_reduces(unit);
+      shown.grad_local.add_(late);
+    }
     shown.user_grad = at::Tensor();
     const auto &hook = torch::autograd::impl::post_acc_grad_hooks(shown.param);
     if (hook == nullptr) continue;
-    FSDP_LOCAL_ERROR(error);  // it reads the gradient
-    if (fsdp_engine_join_reduces(unit.engine->core, &error) != FSDP_OK) {
-      throw_error(error);
-    }
+    join_reduces(unit);
     (*hook)(shown.param);
   }
 }
@@ -281,10 +314,10 @@ void refuse_change(const Unit &unit, const std::string &param) {
       "FSDP does not support changing the parameters between forward and "
       "backward: parameter " +
       param + " of unit '" + unit.name +
-      "' was replaced after forward, where it stays whole for backward. "
-      "Replace "
-      "it before forward or after backward, or copy into it under "
-      "torch.no_grad(). This step is lost; the next forward begins a new one";
+      "' was replaced after forward (torch.func.functional_call() does, when "
+      "it puts back what was there). Replace it before forward or after "
+      "backward, or copy into it under torch.no_grad(). This step is lost; the "
+      "next forward begins a new one";
   const pybind11::gil_scoped_acquire gil;
   PyErr_SetString(PyExc_AssertionError, message.c_str());
   throw_python_error();
@@ -383,7 +416,16 @@ fsdp_status fsdp_torch_unit_bind_sharded(fsdp_torch_unit *unit, int64_t index,
     shown.storage = fsdp_torch::storage_ptr_of(shown.param);
     shown.local = THPVariable_Unpack(local);
     std::swap(target.sharded_param, shown);
+    target.replaced_at = ++self.num_replaced;
     if (target.is_extended) return FSDP_OK;  // it keeps its memory
+    // As in replace_param().
+    const bool was_shown =
+        shown.local.defined() &&
+        !shown.local.is_same(target.sharded_param.local) &&
+        fsdp_torch::is_over(shown.local,
+                            fsdp_torch::storage_of(target.sharded));
+    const at::Tensor own =
+        was_shown ? shown.local.detach().clone() : at::Tensor();
     try {
       fsdp_torch::adopt_local(self, target, static_cast<size_t>(index));
     } catch (...) {
@@ -391,6 +433,10 @@ fsdp_status fsdp_torch_unit_bind_sharded(fsdp_torch_unit *unit, int64_t index,
       throw;
     }
     self.grad_places.clear();
+    if (was_shown) {
+      shown.local.unsafeGetTensorImpl()->shallow_copy_from(
+          own.getIntrusivePtr());
+    }
     return FSDP_OK;
   };
 }

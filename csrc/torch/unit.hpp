@@ -146,6 +146,7 @@ struct ShardedParam {
   at::Tensor grad;        // undefined until the first reduction
   at::Tensor grad_local;  // its local tensor, a view of the sharded gradient
   at::Tensor user_grad;   // local tensor of a gradient that the user set
+  int64_t taken_version = 0;  // of that gradient, when the unit took it
   // The Python objects of `grad` and `grad_local`, borrowed, and how many
   // references each has while it is shown nowhere.
   struct _object *grad_objects[2] = {nullptr, nullptr};
@@ -192,6 +193,7 @@ struct Param {
   at::Tensor full_grad;        // view of the summoned one, while it is open
   int64_t marked_version = 0;  // unit_views.cpp
   bool required_grad = false;  // when show_requires_grad() looked last
+  uint64_t replaced_at = 0;    // of the unit's replacements
   NodePtr accumulator;
   uintptr_t hook = 0;
   int expected_in = -1;  // graph task whose gradient the engine waits for
@@ -260,6 +262,7 @@ struct Unit : std::enable_shared_from_this<Unit> {
   std::vector<GradPlace> grad_places;  // unit_grads.cpp
   uint64_t marked_version = 0;         // unit_views.cpp
   bool shard_was_written = false;      // likewise: no gather waits for it yet
+  uint64_t num_replaced = 0;  // parameters for which the user put others
   fsdp_unit *core = nullptr;
   std::shared_ptr<Engine> engine;
   std::shared_ptr<UnitHandle> handle;

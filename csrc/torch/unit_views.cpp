@@ -393,6 +393,9 @@ void replace_param(Unit &unit, size_t index, const at::Tensor &tensor) {
            c10::str("expected dtype ", master));
   }
   const at::Tensor old = param.tensor;
+  // Whoever still holds the old one must not write into the shard, and may put
+  // it back (functional_call).
+  const at::Tensor own = old.detach().clone();
   param.tensor = tensor;
   try {
     write_back(unit, param, param.sharded, index);
@@ -401,11 +404,10 @@ void replace_param(Unit &unit, size_t index, const at::Tensor &tensor) {
     param.tensor = old;
     throw;
   }
+  param.replaced_at = ++unit.num_replaced;
   unhook_accumulator(param);
   show(param, param.sharded);
-  // Whoever still holds the old one must not write into the shard.
-  old.unsafeGetTensorImpl()->shallow_copy_from(
-      old.detach().clone().getIntrusivePtr());
+  old.unsafeGetTensorImpl()->shallow_copy_from(own.getIntrusivePtr());
 }
 
 void add_view_ops(fsdp_view_ops *ops) {

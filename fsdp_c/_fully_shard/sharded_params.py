@@ -19,7 +19,7 @@ from fsdp_c import _native
 from fsdp_c._fully_shard.arguments import Arguments
 from fsdp_c._fully_shard.extension import Extension, is_extended
 from fsdp_c._fully_shard.rows import plain_param
-from fsdp_c._torch_compat import interpreted_with_callees
+from fsdp_c._torch_compat import interpreted_with_callees, outside_transforms
 from fsdp_c._units.cuts import (
     Cut,
     as_dtensor,
@@ -224,7 +224,8 @@ class ShardedParams:
         def on_replaced() -> None:
             params = owner()
             if params is not None:
-                params._adopt_replaced()
+                with outside_transforms():
+                    params._adopt_replaced()
 
         unit.bind_rows(
             [

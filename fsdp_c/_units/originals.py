@@ -11,7 +11,11 @@ import torch
 from torch import nn
 
 from fsdp_c import _native
-from fsdp_c._torch_compat import interpreted, interpreted_with_callees
+from fsdp_c._torch_compat import (
+    interpreted,
+    interpreted_with_callees,
+    outside_transforms,
+)
 from fsdp_c._units.config import Config
 from fsdp_c._units.flat_param_facts import FlatParamFacts, find_facts
 from fsdp_c._units.names import flat_param_name
@@ -173,7 +177,8 @@ class Originals:
         def check() -> None:
             originals = owner()
             if originals is not None:
-                originals.check()
+                with outside_transforms():
+                    originals.check()
 
         flat = [
             (self._module._parameters, name, param)
