@@ -3,22 +3,22 @@
 #include "python/module.h"
 
 /* Where torch passes them: run_backward(tensors, gradients, keep_graph,
- * create_graph, inputs, allow_unreachable=, accumulate_grad=). */
-enum { INPUTS = 4, MAX_ARGS = 8 };
+ * create_graph, inputs, allow_unreachable, accumulate_grad), by name or not. */
+enum { INPUTS = 4, ALLOW_UNREACHABLE, ACCUMULATE_GRAD, MAX_ARGS = 8 };
 
-/* New reference: with the leaves of sharded parameters, which are not in the
- * graph themselves. */
+/* New reference: a tuple of the leaves that stand in the graph for inputs that
+ * are sharded parameters. */
 static PyObject *leaves_of(PyObject *inputs) {
-  const Py_ssize_t num_inputs = PyTuple_GET_SIZE(inputs);
-  PyObject *leaves = PyTuple_New(num_inputs);
-  for (Py_ssize_t i = 0; leaves != NULL && i < num_inputs; i++) {
-    PyObject *leaf = fsdp_torch_leaf_of(PyTuple_GET_ITEM(inputs, i));
-    if (leaf == NULL) {
+  PyObject *leaves = PyList_New(0);
+  for (Py_ssize_t i = 0; leaves != NULL && i < PyTuple_GET_SIZE(inputs); i++) {
+    PyObject *input = PyTuple_GET_ITEM(inputs, i); /* borrowed */
+    PyObject *leaf = fsdp_torch_leaf_of(input);
+    if (leaf == NULL || (leaf != input && PyList_Append(leaves, leaf) < 0)) {
       Py_CLEAR(leaves);
-    } else {
-      PyTuple_SET_ITEM(leaves, i, leaf);
     }
+    Py_XDECREF(leaf);
   }
+  if (leaves != NULL) Py_SETREF(leaves, PyList_AsTuple(leaves));
   return leaves;
 }
 
@@ -37,35 +37,75 @@ static PyObject *run_base(PyObject *self, PyTypeObject *type,
   return result;
 }
 
-/* Whether it is Tensor.backward(): gradients of leaves that
- * torch.autograd.grad() returned would be this rank's alone, without a word. */
-static bool accumulates(PyObject *const *named, PyObject *names) {
-  const Py_ssize_t num_names = names == NULL ? 0 : PyTuple_GET_SIZE(names);
-  for (Py_ssize_t i = 0; i < num_names; i++) {
-    PyObject *name = PyTuple_GET_ITEM(names, i);
-    if (PyUnicode_CompareWithASCIIString(name, "accumulate_grad") == 0) {
-      return named[i] == Py_True;
-    }
+/* Where the argument is, or -1. */
+static Py_ssize_t find_arg(Py_ssize_t position, const char *name,
+                           Py_ssize_t num_args, PyObject *names) {
+  if (position < num_args) return position;
+  for (Py_ssize_t i = 0; names != NULL && i < PyTuple_GET_SIZE(names); i++) {
+    PyObject *each = PyTuple_GET_ITEM(names, i); /* borrowed */
+    if (PyUnicode_CompareWithASCIIString(each, name) == 0) return num_args + i;
   }
-  return false;
+  return -1;
 }
 
-static PyObject *run_on_leaves(PyObject *self, PyTypeObject *type,
-                               PyObject *const *args, Py_ssize_t num_args,
-                               PyObject *names) {
-  PyObject *own[MAX_ARGS];
+/* Takes what torch.autograd.grad() got for the inputs and then for their
+ * leaves; of the inputs alone. Gradients of leaves are this rank's: an error,
+ * where torch knows the input as unused. */
+static PyObject *without_leaves(PyObject *result, Py_ssize_t num_inputs,
+                                bool is_unused_allowed) {
+  bool is_refused = false;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(result); i++) {
+    const bool is_none = PyTuple_GET_ITEM(result, i) == Py_None;
+    is_refused |= i < num_inputs ? is_none && !is_unused_allowed : !is_none;
+  }
+  PyObject *grads = NULL;
+  if (is_refused) {
+    PyErr_SetString(
+        PyExc_RuntimeError,
+        "torch.autograd.grad() of parameters that fully_shard sharded, or of "
+        "unused tensors beside them: only backward() reduces gradients. Call "
+        "loss.backward(inputs=[...]) and read .grad of the parameters");
+  } else {
+    grads = PyTuple_GetSlice(result, 0, num_inputs);
+  }
+  Py_DECREF(result);
+  return grads;
+}
+
+/* With the leaves of sharded parameters as further inputs. */
+static PyObject *run_with_leaves(PyObject *self, PyTypeObject *type,
+                                 PyObject *const *args, Py_ssize_t num_args,
+                                 PyObject *names) {
+  PyObject *own[MAX_ARGS], *leaves = NULL, *result = NULL;
   const Py_ssize_t num_all =
       num_args + (names == NULL ? 0 : PyTuple_GET_SIZE(names));
-  if (num_args <= INPUTS || num_all > MAX_ARGS ||
-      !PyTuple_Check(args[INPUTS]) || PyTuple_GET_SIZE(args[INPUTS]) == 0 ||
-      !accumulates(args + num_args, names)) {
+  const Py_ssize_t allow =
+      find_arg(ALLOW_UNREACHABLE, "allow_unreachable", num_args, names);
+  const Py_ssize_t accumulate =
+      find_arg(ACCUMULATE_GRAD, "accumulate_grad", num_args, names);
+  if (num_args <= INPUTS || num_all > MAX_ARGS || allow < 0 || accumulate < 0 ||
+      !PyTuple_Check(args[INPUTS])) {
     return run_base(self, type, args, num_args, names);
   }
+  PyObject *inputs = args[INPUTS]; /* borrowed */
+  leaves = leaves_of(inputs);
+  if (leaves == NULL) return NULL;
+  if (PyTuple_GET_SIZE(leaves) == 0) {
+    result = run_base(self, type, args, num_args, names);
+    goto done;
+  }
   for (Py_ssize_t i = 0; i < num_all; i++) own[i] = args[i];
-  own[INPUTS] = leaves_of(args[INPUTS]);
-  if (own[INPUTS] == NULL) return NULL;
-  PyObject *result = run_base(self, type, own, num_args, names);
+  own[allow] = Py_True;
+  own[INPUTS] = PySequence_Concat(inputs, leaves);
+  if (own[INPUTS] == NULL) goto done;
+  result = run_base(self, type, own, num_args, names);
   Py_DECREF(own[INPUTS]);
+  if (result != NULL && args[accumulate] != Py_True) {
+    result = without_leaves(result, PyTuple_GET_SIZE(inputs),
+                            args[allow] == Py_True);
+  }
+done:
+  Py_DECREF(leaves);
   return result;
 }
 
@@ -76,7 +116,7 @@ static PyObject *run_backward(PyObject *self, PyTypeObject *type,
   FSDP_LOCAL_ERROR(error);
   fsdp_status status = fsdp_torch_around_backward(true, &error);
   if (status != FSDP_OK) return fsdp_none_or_error(status, &error);
-  PyObject *result = run_on_leaves(self, type, args, num_args, names);
+  PyObject *result = run_with_leaves(self, type, args, num_args, names);
   PyErr_Fetch(&raised, &value, &traceback);
   status = fsdp_torch_around_backward(false, &error);
   if (raised != NULL || status == FSDP_OK) {

@@ -148,6 +148,144 @@ def test_functions_of_parameters_are_refused(api: str, loss: Loss) -> None:
     _train(both, _jvp, 1)
 
 
+def _doubled(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {
+        name: nn.Parameter(2 * param.detach())
+        for name, param in model.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("api", ["FSDP", "fully_shard"])
+@distributed(world_size=2)
+def test_functional_call_with_other_parameters(api: str) -> None:
+    """Shards, as of an average of the weights. Those of the model stay."""
+    both = _both(api)
+    for _ in range(2):
+        inputs = both.batches()[both.rank]
+        with torch.no_grad():
+            own, expected = (
+                functional_call(model, _doubled(model), inputs)
+                for model in (both.model, both.reference)
+            )
+        torch.testing.assert_close(own, expected)
+        _train(both, _jvp, 1)
+
+
+@distributed(world_size=2)
+def test_gradients_of_other_parameters() -> None:
+    """They have their own, and the model's have none: as with the unsharded model."""
+    both = _both("FSDP")
+    batches = both.batches()
+    given = _doubled(both.reference)
+    for batch in batches:
+        loss = functional_call(both.reference, given, batch).square().mean()
+        (loss / len(batches)).backward()
+    for name, param in both.reference.named_parameters():
+        assert param.grad is None
+        param.grad = given[name].grad
+    given = _doubled(both.model)
+    functional_call(both.model, given, batches[both.rank]).square().mean().backward()
+    for name, param in both.model.named_parameters():
+        assert param.grad is None
+        param.grad = given[name].grad
+    both.checked_step()
+
+
+@pytest.mark.parametrize(
+    ("api", "is_last"), [("FSDP", False), ("fully_shard", False), ("fully_shard", True)]
+)
+@distributed(world_size=2)
+def test_backward_with_other_values_is_refused(api: str, is_last: bool) -> None:
+    """A backward gathers what is registered, which is not what forward used.
+
+    FSDP keeps what was given until the next forward.
+    """
+    both = _both(api)
+    _train(both, _jvp, 1)
+    inputs = both.batches()[both.rank]
+    loss = functional_call(both.model, _doubled(both.model), inputs).sum()
+    if not is_last:
+        loss = loss + both.model(*inputs).sum()
+    with pytest.raises(AssertionError, match=r"was replaced after.*functional_call"):
+        loss.backward()
+    _train(both, _jvp, 1)
+
+
+def _grad_of_sharded(model: nn.Module, x: Tensor, **options: bool) -> None:
+    params = list(model.parameters())
+    torch.autograd.grad(model(x).sum(), params, **options)
+
+
+@pytest.mark.parametrize("option", [{}, {"allow_unused": True}])
+@distributed(world_size=2)
+def test_autograd_grad_of_sharded_parameters(option: dict[str, bool]) -> None:
+    """They are not in the graph: torch's class has no gradients, or zeros."""
+    both = _both("fully_shard")
+    inputs = both.batches()[both.rank]
+    with pytest.raises(RuntimeError, match=r"Call loss\.backward\(inputs=\[\.\.\.\]\)"):
+        _grad_of_sharded(both.model, *inputs, **option)
+    _train(both, _jvp, 1)
+    x = inputs[0].detach().requires_grad_()
+    params = list(both.model.parameters())
+    grads = torch.autograd.grad(x.square().sum(), [x, *params], allow_unused=True)
+    torch.testing.assert_close(grads[0], 2 * x)
+    assert grads[1:] == (None,) * len(params)
+    loss = params[-1].to_local().square().sum()
+    (one,) = torch.autograd.grad(loss, params[-1:])
+    torch.testing.assert_close(one, 2 * params[-1])
+
+
+def _named(model: nn.Module, names: list[str]) -> list[nn.Parameter]:
+    return [
+        param
+        for name, param in model.named_parameters()
+        if any(each in name for each in names)
+    ]
+
+
+def _norm(model: nn.Module) -> Any:
+    params = [p for name, p in model.named_parameters() if "blocks.1" in name]
+    norm: Any = sum(param.square().sum() for param in params)
+    return norm
+
+
+@pytest.mark.parametrize("names", [None, ["blocks.1"]])
+@pytest.mark.parametrize("is_first", [False, True])
+@distributed(world_size=2)
+def test_a_norm_of_sharded_parameters(is_first: bool, names: list[str] | None) -> None:
+    """A parameter has gradients through its shard, too, sooner or later."""
+    both = _both("fully_shard")
+    for step in range(4):
+        batches = both.batches()
+        if step % 2 == 0:
+            both.zero_grad()
+        inputs = [
+            None if names is None else _named(model, names)
+            for model in (both.reference, both.model)
+        ]
+        norm = _norm(both.model) if is_first else None
+        loss = both.model(*batches[both.rank]).square().mean()
+        norm = _norm(both.model) if norm is None else norm
+        (loss + norm.full_tensor()).backward(inputs=inputs[1])
+        losses = [both.reference(*batch).square().mean() for batch in batches]
+        (torch.stack(losses).mean() + _norm(both.reference)).backward(inputs=inputs[0])
+        both.checked_step()
+
+
+@distributed(world_size=2)
+def test_a_norm_that_adds_to_a_gradient_of_the_user() -> None:
+    """The unit has a copy by then: an error. It trains on."""
+    both = _both("fully_shard")
+    _train(both, _jvp, 1)
+    for param in both.model.parameters():
+        param.grad = torch.ones_like(param)
+    norm = _norm(both.model)
+    loss = both.model(*both.batches()[both.rank]).square().mean()
+    with pytest.raises(RuntimeError, match=r"unit 'blocks.1'.*was added to after"):
+        (loss + norm.full_tensor()).backward()
+    _train(both, _jvp, 1)
+
+
 @pytest.mark.parametrize("names", [["blocks.1"], ["inp"], ["out", "blocks.0"], [""]])
 @pytest.mark.parametrize("api", ["FSDP", "fully_shard"])
 @distributed(world_size=2)
@@ -163,11 +301,7 @@ def test_backward_of_some_parameters(api: str, names: list[str]) -> None:
             (both.reference, torch.stack(losses).mean()),
             (both.model, mine),
         ):
-            inputs = [
-                param
-                for name, param in model.named_parameters()
-                if any(each in name for each in names)
-            ]
+            inputs = _named(model, names)
             assert inputs
             loss.backward(inputs=inputs)
         both.checked_step()
