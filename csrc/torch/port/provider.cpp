@@ -73,6 +73,11 @@ at::Tensor Provider::host_view(void *data, int64_t nbytes) {
 // nothing runs, and are given back after their last use. Memory that was given
 // back stays in that stream's cache, of no use to the user's tensors, until the
 // cache is emptied (Note [Memory that blocks leave] in arena.h).
+// The host waits for that stream, which costs next to nothing, for two reasons:
+// torch has 32 streams to give, so another engine may have this one as a lane;
+// and an allocator that is ordered by streams (cudaMallocAsync) hands out
+// memory that is there from its turn in the stream on. In a capture the host
+// must not wait, and has waited for the device before.
 void *Provider::allocate(int64_t nbytes) {
   Block made;
   if (!has_streams_) {
@@ -93,6 +98,9 @@ void *Provider::allocate(int64_t nbytes) {
     } else {
       made.data = c10::GetAllocator(device_.type())
                       ->allocate(static_cast<size_t>(nbytes));
+    }
+    if (!fsdp_engine_is_capturing(engine)) {
+      streams_[FSDP_LANE_COMPUTE].synchronize();
     }
     made.transports =
         enter_block(transports, made.data.get(), nbytes, is_symmetric);
