@@ -35,6 +35,10 @@ static void abort_channel(fsdp_nccl_transport *transport, fsdp_channel index) {
   (void)pthread_mutex_lock(&transport->lock);
   const bool is_free =
       fsdp_nccl_priv_wait_until_free(transport, index, BUSY_MS);
+  if (!is_free && channel->is_finalizing) {
+    (void)pthread_mutex_unlock(&transport->lock);
+    return; /* Note [Leaving NCCL] */
+  }
   if (!is_free && transport->api.comm_revoke != NULL && channel->comm != NULL) {
     fsdp_nccl_comm *stuck = channel->comm;
     (void)pthread_mutex_unlock(&transport->lock);

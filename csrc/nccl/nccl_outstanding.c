@@ -105,9 +105,23 @@ static bool is_aborting(fsdp_nccl_transport *transport) {
   return is_over;
 }
 
+void fsdp_nccl_priv_note_progress(fsdp_nccl_transport *transport) {
+  (void)pthread_mutex_lock(&transport->lock);
+  transport->progressed_ms = fsdp_nccl_priv_now_ms();
+  (void)pthread_mutex_unlock(&transport->lock);
+}
+
+int64_t fsdp_nccl_priv_progressed_ms(fsdp_nccl_transport *transport) {
+  (void)pthread_mutex_lock(&transport->lock);
+  const int64_t progressed_ms = transport->progressed_ms;
+  (void)pthread_mutex_unlock(&transport->lock);
+  return progressed_ms;
+}
+
 bool fsdp_nccl_priv_drain(fsdp_nccl_transport *transport, fsdp_channel index,
-                          int64_t deadline_ms) {
+                          int64_t limit_ms) {
   fsdp_nccl_operation oldest;
+  int64_t awaited = -1; /* the sequence of an operation */
   int64_t pause_us = 0;
   for (;;) {
     if (fsdp_nccl_priv_retire(transport, index, FSDP_NCCL_MAX_OUTSTANDING,
@@ -116,7 +130,14 @@ bool fsdp_nccl_priv_drain(fsdp_nccl_transport *transport, fsdp_channel index,
     }
     if (is_aborting(transport)) return false;
     if (!fsdp_nccl_priv_oldest(transport, index, &oldest)) return true;
-    if (fsdp_nccl_priv_now_ms() >= deadline_ms) return false;
+    if (oldest.sequence != awaited) {
+      if (awaited >= 0) fsdp_nccl_priv_note_progress(transport);
+      awaited = oldest.sequence;
+    }
+    if (fsdp_nccl_priv_now_ms() - fsdp_nccl_priv_progressed_ms(transport) >=
+        limit_ms) {
+      return false;
+    }
     fsdp_nccl_priv_pause(&pause_us);
   }
 }

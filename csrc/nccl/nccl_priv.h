@@ -60,10 +60,15 @@ FSDP_NODISCARD fsdp_status fsdp_nccl_priv_retire(fsdp_nccl_transport *transport,
 /* The oldest outstanding operation of the channel. False if there is none. */
 bool fsdp_nccl_priv_oldest(fsdp_nccl_transport *transport, fsdp_channel channel,
                            fsdp_nccl_operation *operation);
-/* Whether everything in flight on the channel was done by `deadline_ms`; false
- * also where the communicators are being aborted. */
+/* Leaving goes on now. */
+void fsdp_nccl_priv_note_progress(fsdp_nccl_transport *transport);
+/* Since when it has not. */
+int64_t fsdp_nccl_priv_progressed_ms(fsdp_nccl_transport *transport);
+/* Whether everything in flight on the channel gets done, with never `limit_ms`
+ * from one operation's end to the next one's; false also where the
+ * communicators are being aborted. */
 bool fsdp_nccl_priv_drain(fsdp_nccl_transport *transport, fsdp_channel channel,
-                          int64_t deadline_ms);
+                          int64_t limit_ms);
 void fsdp_nccl_priv_free_events(fsdp_nccl_transport *transport);
 
 /* ---- nccl_state.c ---------------------------------------------------------*/
@@ -253,10 +258,11 @@ void fsdp_nccl_priv_poll(fsdp_nccl_transport *transport, fsdp_channel channel);
 
 /* ---- nccl_leave.c ---------------------------------------------------------*/
 
-/* Frees the communicators: flushed, if that is done by `deadline_ms`; aborted
- * otherwise. Every later call returns `reason`. */
+/* Frees the communicators: flushed, if that is done by `*deadline_ms`, or goes
+ * on until then and later; aborted otherwise. Every later call returns
+ * `reason`. deadline_ms  [out] moved to where it went on. */
 void fsdp_nccl_priv_leave(fsdp_nccl_transport *transport,
-                          const fsdp_error *reason, int64_t deadline_ms);
+                          const fsdp_error *reason, int64_t *deadline_ms);
 
 /* ---- nccl_watchdog.c ------------------------------------------------------*/
 

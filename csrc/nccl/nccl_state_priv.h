@@ -103,6 +103,7 @@ typedef struct fsdp_nccl_channel {
   /* Guarded by the transport's lock. */
   fsdp_nccl_comm *comm; /* NULL until it is needed, and after its end */
   bool is_busy;         /* a thread is inside NCCL with `comm` */
+  bool is_finalizing;   /* likewise, in ncclCommFinalize */
   bool is_meeting; /* that thread waits for the other ranks, with a limit of its
                       own: for a new `comm`, or to open windows */
   int64_t busy_since_ms; /* of is_busy */
@@ -190,6 +191,7 @@ typedef struct fsdp_nccl_transport {
   fsdp_nccl_phase phase;
   fsdp_error error;
   bool is_aborting;          /* idle communicators are no longer flushed */
+  int64_t progressed_ms;     /* while it is left: when it last went on */
   int64_t words_deadline_ms; /* calls wait for FAILED until then */
   fsdp_nccl_errand errands[FSDP_NCCL_NUM_ERRANDS];
   int64_t num_errands; /* not done */

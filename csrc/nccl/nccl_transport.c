@@ -42,8 +42,8 @@ static void destroy(fsdp_transport *base) {
   (void)FSDP_FAIL(&reason, FSDP_INVALID_STATE,
                   "rank %" PRId64 " of %" PRId64 " has left its NCCL group",
                   transport->rank, transport->world_size);
-  fsdp_nccl_priv_leave(transport, &reason,
-                       fsdp_nccl_priv_now_ms() + transport->options.leave_ms);
+  int64_t deadline_ms = fsdp_nccl_priv_now_ms() + transport->options.leave_ms;
+  fsdp_nccl_priv_leave(transport, &reason, &deadline_ms);
   if (fsdp_nccl_priv_errands_end(
           transport,
           fsdp_nccl_priv_now_ms() + transport->options.grace_ms + MORE_MS)) {

@@ -91,7 +91,8 @@ typedef struct fsdp_nccl_options {
   int64_t init_timeout_ms; /* for meeting the other ranks; at least 1 */
   int64_t timeout_ms;      /* of an operation; 0: none */
   int64_t grace_ms;        /* for the positions of the others after a failure */
-  int64_t leave_ms; /* destroy waits this long for operations in flight */
+  int64_t leave_ms; /* destroy waits as long as operations in flight end, and
+                       never this long for the next one */
   int64_t poll_ms;  /* the watchdog's period */
   /* Copied. NULL: only NCCL's own errors are watched, not operations. */
   const fsdp_nccl_events *events;
@@ -175,7 +176,8 @@ void fsdp_nccl_describe_windows(fsdp_transport *transport, char *text,
 /* For the end of the process, before the device is shut down: stops the
  * watchdog and leaves all groups, also where their transports are still held.
  * Later calls on these return FSDP_INVALID_STATE, and no transport can be
- * created; destroy still frees memory. Takes little longer than leave_ms.
+ * created; destroy still frees memory. Takes little longer than leave_ms where
+ * nothing in flight ends.
  * Cannot fail. */
 void fsdp_nccl_leave_all(void);
 

@@ -267,7 +267,7 @@ void fsdp_nccl_leave_all(void) {
     unlist(transport);
     transport->is_pinned = true; /* a destroy waits until it is false */
     (void)pthread_mutex_unlock(&g_lock);
-    /* One deadline for all of them. */
+    /* One deadline for all of them, later where one goes on. */
     if (deadline_ms == 0) {
       deadline_ms = fsdp_nccl_priv_now_ms() + transport->options.leave_ms;
     }
@@ -276,7 +276,7 @@ void fsdp_nccl_leave_all(void) {
                     ": the process ends and has left its NCCL groups, nothing "
                     "can be gathered or reduced any more",
                     transport->rank, transport->world_size);
-    fsdp_nccl_priv_leave(transport, &reason, deadline_ms);
+    fsdp_nccl_priv_leave(transport, &reason, &deadline_ms);
     (void)pthread_mutex_lock(&g_lock);
     transport->is_pinned = false;
     (void)pthread_cond_broadcast(&g_changed);

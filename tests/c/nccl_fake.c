@@ -313,6 +313,10 @@ static int end_call(fsdp_nccl_comm *comm, const char *call) {
 static int fake_finalize(fsdp_nccl_comm *comm) {
   enter(comm, "finalize");
   int result = end_call(comm, "finalize");
+  while (g_settings[NCCL_FAKE_GRAPHS_LIVE] > 0) {
+    (void)pthread_cond_wait(&g_changed, &nccl_fake_lock);
+  }
+  if (!comm->is_live) write_line("WRONG finalize goes on in freed memory\n");
   if (result == FSDP_NCCL_SUCCESS) result = progress(comm);
   leave(comm);
   return result;

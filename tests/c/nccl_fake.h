@@ -43,6 +43,7 @@ typedef enum nccl_fake_setting {
   NCCL_FAKE_ABORTS_AWAITED, /* aborts wait until so many have begun */
   NCCL_FAKE_NO_WINDOWS,     /* registering one succeeds and makes none */
   NCCL_FAKE_INITS_WAIT,     /* so many communicators, the first, are not made */
+  NCCL_FAKE_GRAPHS_LIVE,    /* finalizing waits until there are none */
   NCCL_FAKE_NUM_SETTINGS
 } nccl_fake_setting;
 

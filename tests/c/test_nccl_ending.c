@@ -5,6 +5,7 @@
  */
 #define _POSIX_C_SOURCE 200809L /* fork */
 #include <pthread.h>
+#include <stdlib.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -306,6 +307,80 @@ static bool leave_all_in_flight(void) {
   CHECK_I64(nccl_fake_num(NCCL_FAKE_ABORTS), 2);
   nccl_fixture_leave(transport);
   return true;
+}
+
+/* ---- Operations that end one after another ---------------------------------
+ */
+
+enum { PACE_MS = 300, NUM_PACED = 5 };
+
+static int64_t g_last_end_ms;
+
+static fsdp_status make_paced(void *context, void **event, fsdp_error *error) {
+  (void)context;
+  *event = calloc(1, sizeof(int64_t));
+  return *event == NULL ? FSDP_FAIL(error, FSDP_OUT_OF_MEMORY, "event")
+                        : FSDP_OK;
+}
+
+static void free_paced(void *context, void *event) {
+  (void)context;
+  free(event);
+}
+
+static fsdp_status record_paced(void *context, void *event, void *stream,
+                                fsdp_error *error) {
+  (void)context;
+  (void)stream;
+  (void)error;
+  const int64_t now_ms = fsdp_nccl_priv_now_ms();
+  if (g_last_end_ms < now_ms) g_last_end_ms = now_ms;
+  g_last_end_ms += PACE_MS;
+  *(int64_t *)event = g_last_end_ms;
+  return FSDP_OK;
+}
+
+static fsdp_status query_paced(void *context, void *event, bool *is_done,
+                               fsdp_error *error) {
+  (void)context;
+  (void)error;
+  *is_done = fsdp_nccl_priv_now_ms() >= *(int64_t *)event;
+  return FSDP_OK;
+}
+
+/* They take longer than leave_ms in total, none of them does. */
+TEST(test_leaving_waits_for_what_goes_on) {
+  const fsdp_nccl_events events = {.create = make_paced,
+                                   .destroy = free_paced,
+                                   .record = record_paced,
+                                   .query = query_paced};
+  fsdp_nccl_options options = nccl_fixture_options();
+  nccl_fake_reset();
+  options.events = &events;
+  options.leave_ms = PACE_MS * (NUM_PACED - 1);
+  fsdp_transport *transport = nccl_fixture_join(&options, 0, 2);
+  for (int i = 0; i < NUM_PACED; i++) {
+    CHECK_OK(nccl_fixture_gather(transport, NULL, NULL));
+  }
+  nccl_fixture_leave(transport);
+  CHECK(fsdp_nccl_priv_now_ms() >= g_last_end_ms);
+  CHECK_I64(nccl_fake_num(NCCL_FAKE_ABORTS), 0);
+}
+
+/* A thread that waits for them in NCCL keeps its communicator. */
+TEST(test_leaving_with_live_graphs) {
+  fsdp_nccl_options options = nccl_fixture_options();
+  nccl_fake_reset();
+  options.leave_ms = 50;
+  options.grace_ms = 0;
+  fsdp_transport *transport = nccl_fixture_join(&options, 0, 2);
+  nccl_fake_set(NCCL_FAKE_GRAPHS_LIVE, 1);
+  transport->ops->destroy(transport);
+  CHECK_LACKS(nccl_fake_tape(), "abort 0");
+  nccl_fake_set(NCCL_FAKE_GRAPHS_LIVE, 0);
+  nccl_fixture_wait_for_tape("destroy 0");
+  nccl_fixture_check_nothing_lives();
+  CHECK_LACKS(nccl_fake_tape(), "WRONG");
 }
 
 TEST(test_end_of_the_process) {
