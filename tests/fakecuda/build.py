@@ -137,8 +137,12 @@ def build() -> Path:
         with ThreadPoolExecutor(3) as pool:
             made = [
                 pool.submit(_library, out / "libcuda.so.1", "libcuda.so.1", runtime),
-                pool.submit(
-                    _library, out / "libnccl.so.2", "libnccl.so.2", _sources("nccl")
+                *(
+                    pool.submit(_library, out / name, name, _sources(room))
+                    for room, name in (
+                        ("nccl", "libnccl.so.2"),
+                        ("nvml", "libnvidia-ml.so.1"),
+                    )
                 ),
                 pool.submit(_operators, out / "_fakecuda_operators.so"),
                 pool.submit(_kernels, out / "_cuda.so"),

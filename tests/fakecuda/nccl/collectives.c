@@ -35,6 +35,7 @@ typedef struct launch {
   struct launch *next;
   comm *comm;
   void *stream;
+  bool is_captured;
   size_t num_operations;
   size_t capacity;
   operation *operations;
@@ -46,8 +47,7 @@ static bool is_noop(void) {
   return getenv("FAKE_CUDA_NOOP") != NULL;
 }
 
-/* ---- Running, on the stream's thread
- * ------------------------------------------ */
+/* ---- Running, on the stream's thread ------------------------------------- */
 
 static const char *const kind_names[] = {"an all-gather", "a reduce-scatter",
                                          "an all-reduce", "a broadcast",
@@ -244,6 +244,12 @@ static void run_launch(void *argument) {
 
 static void drop_launch(void *argument) {
   launch *self = argument;
+  if (self->is_captured) {
+    pthread_mutex_lock(&self->comm->mutex);
+    self->comm->num_captured--;
+    pthread_cond_broadcast(&self->comm->changed);
+    pthread_mutex_unlock(&self->comm->mutex);
+  }
   comm_release(self->comm);
   free(self->operations);
   free(self);
@@ -268,6 +274,8 @@ static ncclResult_t enqueue(launch *self) {
   }
   own->has_launched = true;
   own->last_graph = graph;
+  self->is_captured = graph != 0;
+  if (self->is_captured) own->num_captured++;
   own->last_stream = self->stream;
   const int code = fakecuda_push(self->stream, run_launch, drop_launch, self,
                                  &own->last_ticket);
@@ -329,8 +337,7 @@ static ncclResult_t collect(comm *own, const operation *op, void *stream) {
   return enqueue(ready);
 }
 
-/* ---- Operators with a factor
- * --------------------------------------------------- */
+/* ---- Operators with a factor --------------------------------------------- */
 
 enum { MAX_FACTORS = 1024 };
 static pthread_mutex_t factors_mutex = PTHREAD_MUTEX_INITIALIZER;
@@ -387,8 +394,22 @@ static bool resolve(operation *op, int num_ranks) {
          op->dtype == ncclFloat64;
 }
 
-/* ---- The calls
- * -------------------------------------------------------------------- */
+/* The real one registers the buffers of a captured collective, each by the
+ * handle that it begins in, unless NCCL_GRAPH_REGISTER is 0. */
+static bool can_be_captured(const operation *op, int num_ranks) {
+  const char *said = getenv("NCCL_GRAPH_REGISTER");
+  const size_t nbytes = op->numel * size_of(op->dtype);
+  const size_t all = nbytes * (size_t)num_ranks;
+  if (said != NULL && strcmp(said, "0") == 0) return true;
+  return (op->send == NULL ||
+          fakecuda_is_one_region(op->send,
+                                 op->kind == REDUCE_SCATTER ? all : nbytes)) &&
+         (op->receive == NULL ||
+          fakecuda_is_one_region(op->receive,
+                                 op->kind == ALL_GATHER ? all : nbytes));
+}
+
+/* ---- The calls ----------------------------------------------------------- */
 
 static ncclResult_t add(comm *self, operation op, void *stream) {
   if (self == NULL || op.dtype < 0 || op.dtype >= ncclNumTypes || op.root < 0 ||
@@ -397,7 +418,10 @@ static ncclResult_t add(comm *self, operation op, void *stream) {
   }
   comm_enter(self, "a collective");
   ncclResult_t result = ncclInvalidArgument;
-  if (resolve(&op, self->num_ranks)) {
+  if (fakecuda_graph_of(stream) != 0 &&
+      !can_be_captured(&op, self->num_ranks)) {
+    result = ncclUnhandledCudaError;
+  } else if (resolve(&op, self->num_ranks)) {
     note_place(self, op.kind == ALL_GATHER ? op.receive : op.send);
     result = collect(self, &op, stream);
   }
@@ -468,8 +492,7 @@ ncclResult_t ncclRecv(void *receive, size_t numel, ncclDataType_t dtype,
              stream);
 }
 
-/* ---- Made of messages
- * ---------------------------------------------------------------- */
+/* ---- Made of messages ---------------------------------------------------- */
 
 ncclResult_t ncclAlltoAll(const void *send, void *receive, size_t numel,
                           ncclDataType_t dtype, ncclComm_t comm,

@@ -148,8 +148,7 @@ static void *join_in_thread(void *argument) {
   return NULL;
 }
 
-/* ---- Creation
- * ---------------------------------------------------------------- */
+/* ---- Creation ------------------------------------------------------------ */
 
 static void keep_config(const ncclConfig_t *config) {
   const char *net = config->netName == NULL ? "none" : config->netName;
@@ -255,8 +254,7 @@ ncclResult_t ncclCommSplit(ncclComm_t parent, int color, int key,
   return create(out, num_ranks, name, rank, true, parent->is_ours);
 }
 
-/* ---- Questions
- * ----------------------------------------------------------------- */
+/* ---- Questions ----------------------------------------------------------- */
 
 ncclResult_t ncclCommGetAsyncError(ncclComm_t self, ncclResult_t *result) {
   comm_enter(self, "ncclCommGetAsyncError");
@@ -283,12 +281,15 @@ ncclResult_t ncclCommCuDevice(const ncclComm_t self, int *device) {
   return ncclSuccess;
 }
 
-/* ---- The end
- * --------------------------------------------------------------------- */
+/* ---- The end ------------------------------------------------------------- */
 
+/* As the real one, it waits for the graphs that captured a collective. */
 ncclResult_t ncclCommFinalize(ncclComm_t self) {
   comm_enter(self, "ncclCommFinalize");
   pthread_mutex_lock(&self->mutex);
+  while (self->num_captured > 0) {
+    pthread_cond_wait(&self->changed, &self->mutex);
+  }
   const bool waits = self->result == ncclSuccess && self->has_launched &&
                      self->last_graph == 0;
   void *stream = self->last_stream;

@@ -67,8 +67,7 @@ meeting *segment_host_meeting(segment *self);
 meeting *segment_device_meeting(segment *self);
 void segment_new_name(char name[NAME_NBYTES]);
 
-/* ---- Communicators: comm.c
- * --------------------------------------------------- */
+/* ---- Communicators: comm.c ----------------------------------------------- */
 
 struct ncclComm {
   int rank;
@@ -88,6 +87,7 @@ struct ncclComm {
   uint64_t last_ticket;
   uint64_t last_graph; /* that it was captured into; 0: none */
   bool has_launched;
+  int num_captured;   /* launches that graphs hold */
   uint64_t num_calls; /* that have run; only a task's */
 };
 
@@ -103,8 +103,7 @@ void comm_leave(comm *self);
 /* Waits until all ranks have come; false: the communicator was aborted. */
 bool comm_meet(comm *self, meeting *where);
 
-/* ---- Arithmetic: reduce.c
- * ------------------------------------------------------ */
+/* ---- Arithmetic: reduce.c ------------------------------------------------ */
 
 size_t size_of(ncclDataType_t dtype);
 const char *dtype_name(ncclDataType_t dtype);
@@ -115,8 +114,7 @@ bool reduce(void *into, char *const *operands, int num_operands, size_t numel,
 bool multiply(void *data, size_t numel, ncclDataType_t dtype, double factor);
 double read_scalar(const void *data, ncclDataType_t dtype);
 
-/* ---- Windows, counters: windows.c
- * ---------------------------------------------- */
+/* ---- Windows, counters: windows.c ---------------------------------------- */
 
 /* Notes in which window a collective's buffer is. */
 void note_place(const comm *self, const void *buffer);
@@ -137,8 +135,7 @@ FAKE_API long long fake_nccl_num_registered(void);
 FAKE_API long long fake_nccl_num_comms(void);
 FAKE_API const char *fake_nccl_last_config(void);
 
-/* ---- What the runtime offers
- * ----------------------------------------------------- */
+/* ---- What the runtime offers --------------------------------------------- */
 
 int fakecuda_current_device(void);
 int fakecuda_push(void *stream, void (*task)(void *), void (*drop)(void *),
@@ -146,5 +143,6 @@ int fakecuda_push(void *stream, void (*task)(void *), void (*drop)(void *),
 int fakecuda_wait(void *stream, void *recorder, uint64_t ticket);
 int fakecuda_finish_ticket(void *stream, uint64_t ticket);
 uint64_t fakecuda_graph_of(void *stream);
+bool fakecuda_is_one_region(const void *data, size_t nbytes);
 
 #endif /* FAKE_NCCL_H */

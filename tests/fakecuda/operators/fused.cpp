@@ -73,8 +73,7 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(
   return {grad_input, grad_weight};
 }
 
-// ---- Cells of recurrent layers
-// -------------------------------------------------
+// ---- Cells of recurrent layers ----------------------------------------------
 
 at::Tensor add_biases(const at::Tensor &input, const at::Tensor &hidden,
                       const OptionalTensor &first,

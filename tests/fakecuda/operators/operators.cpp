@@ -203,8 +203,7 @@ void give_generator(const c10::FunctionSchema &schema, Stack &arguments,
   }
 }
 
-// ---- At once
-// -------------------------------------------------------------------
+// ---- At once ----------------------------------------------------------------
 
 void write_back(const at::Tensor &target, const at::Tensor &value) {
   if (!target.is_cuda()) return;
@@ -258,8 +257,7 @@ void run_now(const c10::OperatorHandle &op, Stack &arguments, Stack *results) {
   }
 }
 
-// ---- Later
-// ----------------------------------------------------------------------
+// ---- Later ------------------------------------------------------------------
 
 // The CPU's kernel may leave out what nobody reads: batch norm does, in
 // evaluation.
@@ -519,8 +517,7 @@ struct Refused : c10::OperatorKernel {
   }
 };
 
-// ---- Which operators
-// -------------------------------------------------------------
+// ---- Which operators --------------------------------------------------------
 
 // Torch's own work here: they move no data, or call the runtime for it.
 const std::set<std::string> &kept_operators() {

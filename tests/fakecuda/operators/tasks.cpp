@@ -66,8 +66,7 @@ at::Tensor host_alias(const at::Tensor &tensor) {
   return cpu;
 }
 
-// ---- Random numbers
-// ------------------------------------------------------------
+// ---- Random numbers ---------------------------------------------------------
 
 std::function<at::Generator()> draw_from(
     const std::optional<at::Generator> &given) {
@@ -93,8 +92,7 @@ std::function<at::Generator()> draw_from(
   };
 }
 
-// ---- Copies
-// --------------------------------------------------------------------
+// ---- Copies -----------------------------------------------------------------
 
 namespace {
 
@@ -122,8 +120,7 @@ void install_copies() {
   library.impl("copy_", &copy);
 }
 
-// ---- Memory of torch's allocator
-// --------------------------------------------
+// ---- Memory of torch's allocator --------------------------------------------
 
 // Note [Poison]
 // A block that torch's allocator hands out holds what the last user left. It is

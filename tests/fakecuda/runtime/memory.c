@@ -79,6 +79,11 @@ fake_region fake_region_of(const void *data) {
   return found;
 }
 
+bool fakecuda_is_one_region(const void *data, size_t nbytes) {
+  const fake_region region = fake_region_of(data);
+  return (const char *)data + nbytes <= region.data + region.nbytes;
+}
+
 /* ---- How much there is --------------------------------------------------- */
 
 static size_t limit_of(int device) {
