@@ -37,8 +37,12 @@ bool take_over(Engine &engine, const c10::Stream &current) noexcept {
   return true;
 }
 
-void leave_step_stream(const c10::StreamGuard &guard) noexcept {
-  wait_for(guard.original_stream(), guard.current_stream());
+// A node of autograd without a stream of its own runs on the device's default
+// stream. No capture can have that one, and a replay does nothing on it.
+bool is_beside_capture(const Engine &engine, const c10::Stream &stream) {
+  if (!fsdp_engine_is_capturing(engine.core)) return false;
+  const c10::impl::VirtualGuardImpl guard(stream.device_type());
+  return stream == guard.getDefaultStream(stream.device());
 }
 
 }  // namespace
@@ -53,12 +57,15 @@ EngineCall::EngineCall(Engine &engine,
   const c10::Device device = engine.provider.device();
   const c10::impl::VirtualGuardImpl guard(device.type());
   const c10::Stream current = guard.getStream(device);
-  if (engine.step_stream == current || take_over(engine, current)) return;
+  if (engine.step_stream == current) return;
+  is_beside_ = engine.step_stream && is_beside_capture(engine, current);
+  if (!is_beside_ && take_over(engine, current)) return;
   guard_.emplace(*engine.step_stream);
 }
 
 EngineCall::~EngineCall() {
-  if (guard_) leave_step_stream(*guard_);
+  if (!guard_ || is_beside_) return;
+  wait_for(guard_->original_stream(), guard_->current_stream());
 }
 
 void EngineCall::take(const at::Tensor &tensor) const {

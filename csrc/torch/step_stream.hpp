@@ -18,7 +18,8 @@
 // Between steps the stream of the next call takes over, after it has waited for
 // the one before: blocks that this one kept may still be read there. Inside a
 // capture such a wait is refused, and not needed, because the host waits for
-// the device before it begins.
+// the device before it begins. For the same reason nothing in a capture waits
+// for the device's default stream, nor that stream for the capture.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -54,6 +55,7 @@ class EngineCall {
   OutsideTransforms outside_;
   std::unique_lock<std::mutex> lock_;
   std::optional<c10::StreamGuard> guard_;  // the caller's stream is another one
+  bool is_beside_ = false;                 // and neither waits for the other
 };
 
 // For a tensor that the engine copies and lets go: its memory, which may belong

@@ -6,10 +6,13 @@ Each prints what rank 0 found.
 """
 
 import copy
+import math
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -21,12 +24,13 @@ from helpers.one_gpu import one_gpu_environment
 
 DIM = 8
 WORLD_SIZE = 2
+TIMEOUT_S = 4
 NUM_SEEDS = 12
 DELAY = 20.0  # long enough that what misses a wait comes too early
 
 
-def network() -> nn.Sequential:
-    return nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(4)))
+def network(dim: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(dim, dim) for _ in range(4)))
 
 
 def shard(model: nn.Sequential) -> nn.Sequential:
@@ -35,22 +39,30 @@ def shard(model: nn.Sequential) -> nn.Sequential:
     return fsdp_c.fully_shard(model)
 
 
-def whole_batch(step: int) -> torch.Tensor:
+def whole_batch(step: int, dim: int) -> torch.Tensor:
     generator = torch.Generator("cuda").manual_seed(step)
-    return torch.randn(2 * WORLD_SIZE, DIM, generator=generator)
+    return torch.randn(2 * WORLD_SIZE, dim, generator=generator)
 
 
-def largest_error(rank: int, num_steps: int, captures: bool = False) -> float:
+def largest_error(
+    rank: int,
+    num_steps: int,
+    *,
+    dim: int = DIM,
+    num_seeds: int = NUM_SEEDS,
+    captures: bool = False,
+    keeps: bool = False,
+) -> float:
     """Train beside the unsharded model; return the largest difference of weights."""
     worst = 0.0
-    for seed in range(NUM_SEEDS):
+    for seed in range(num_seeds):
         set_schedule(seed, DELAY)
         torch.manual_seed(seed)
-        reference = network()
+        reference = network(dim)
         model = shard(copy.deepcopy(reference))
-        options = {"lr": 0.1, "capturable": True}
         optimizers = [
-            torch.optim.Adam(m.parameters(), **options) for m in (model, reference)
+            torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9)
+            for each in (model, reference)
         ]
 
         def train_step(x: torch.Tensor, model=model, optimizer=optimizers[0]) -> None:
@@ -63,15 +75,17 @@ def largest_error(rank: int, num_steps: int, captures: bool = False) -> float:
             step_of_model = fsdp_c.capture_step(
                 train_step, model, optimizers[0], warmup=1
             )
+        if keeps:
+            kept.append(step_of_model)
         for step in range(num_steps):
-            whole = whole_batch(step)
+            whole = whole_batch(step, dim)
             step_of_model(whole[2 * rank :][:2])
             train_step(whole, reference, optimizers[1])
         for mine, theirs in zip(
             model.parameters(), reference.parameters(), strict=True
         ):
             error = (mine.full_tensor() - theirs).abs().max().item()
-            worst = max(worst, error if error == error else float("inf"))
+            worst = max(worst, math.inf if math.isnan(error) else error)
     return worst
 
 
@@ -80,10 +94,47 @@ def train(rank: int) -> str:
 
 
 def capture(rank: int) -> str:
-    return f"{largest_error(rank, 4, captures=True):.1g}"
+    """Capture a step whose blocks need several of a segment's handles, of 20 MiB."""
+    return f"{largest_error(rank, 3, dim=2048, num_seeds=1, captures=True):.1g}"
 
 
-SCENARIOS = {"train": train, "capture": capture}
+kept: list[object] = []  # until the end of the process
+
+
+def live_graph(rank: int) -> str:
+    """End with a captured step that nothing freed."""
+    return f"{largest_error(rank, 3, num_seeds=1, captures=True, keeps=True):.1g}"
+
+
+def half_a_replay(rank: int) -> str:
+    """Rank 1 stops replaying: rank 0's replay has the time limit of its group."""
+    model = shard(network(DIM))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train_step(x: torch.Tensor) -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    step = fsdp_c.capture_step(train_step, model, optimizer, warmup=1)
+    for _ in range(3):
+        step(torch.randn(2, DIM))
+    if rank == 1:
+        time.sleep(10 * TIMEOUT_S)
+    try:
+        for _ in range(2):
+            step(torch.randn(2, DIM))
+            torch.cuda.synchronize()
+    except RuntimeError as error:
+        print(error, flush=True)
+    os._exit(0)
+
+
+SCENARIOS = {
+    "train": train,
+    "capture": capture,
+    "live_graph": live_graph,
+    "half_a_replay": half_a_replay,
+}
 
 
 def run_rank(rank: int, store: str, scenario: str) -> None:
@@ -94,12 +145,14 @@ def run_rank(rank: int, store: str, scenario: str) -> None:
         store=dist.FileStore(store, WORLD_SIZE),
         rank=rank,
         world_size=WORLD_SIZE,
+        timeout=timedelta(seconds=TIMEOUT_S if scenario == "half_a_replay" else 60),
     )
     found = SCENARIOS[scenario](rank)
     if rank == 0:
         print(found, flush=True)
     dist.barrier()
-    dist.destroy_process_group()
+    if scenario != "live_graph":
+        dist.destroy_process_group()
 
 
 def main() -> None:
@@ -110,7 +163,7 @@ def main() -> None:
         pid = os.fork()
         if pid == 0:
             run_rank(rank, f"{folder}/store", sys.argv[1])
-            sys.exit(0)
+            sys.exit(0)  # as a script ends
         pids.append(pid)
     statuses = [os.waitpid(pid, 0)[1] for pid in pids]
     sys.exit(max(map(os.waitstatus_to_exitcode, statuses), key=abs))

@@ -2,11 +2,19 @@
 
 import copy
 
+import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
+import fsdp_c
 from fakecuda.device import needs_fake, set_schedule
 from helpers.distributed import distributed
+from helpers.groups import kept_mesh
 from helpers.impl import FSDP, fsdp
 from helpers.programs import run_fresh
 
@@ -46,3 +54,78 @@ def test_an_allocator_in_the_order_of_streams() -> None:
     error, backend = said.split()
     assert backend == "cudaMallocAsync"
     assert float(error) < TOLERANCE
+
+
+def test_captured_steps_under_expandable_segments() -> None:
+    """NCCL must not register buffers that several handles make up."""
+    said = run_fresh(
+        "fakecuda.programs",
+        "capture",
+        PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True",
+    )
+    assert float(said) < TOLERANCE
+
+
+def test_a_process_ends_with_a_live_graph() -> None:
+    """NCCL finalizes no communicator whose collectives a graph has captured."""
+    said = run_fresh("fakecuda.programs", "live_graph", FAKE_NCCL_TELLS="1")
+    lines = said.splitlines()
+    assert float(lines[0]) < TOLERANCE
+    assert len(lines) == 4  # of the ranks and their parent, which has none
+    for line in lines[1:]:
+        left, _, _ = line.partition(" of ")
+        assert int(left) <= 1, line  # the default group's, which torch leaves
+
+
+def test_a_replay_has_a_time_limit() -> None:
+    said = run_fresh("fakecuda.programs", "half_a_replay")
+    assert "replay of a captured step" in said
+    assert "did not end within 4" in said
+
+
+@distributed(world_size=2, device="cuda")
+def test_the_default_stream_inside_a_capture(rank: int) -> None:
+    """A call from it neither joins the capture nor makes it wait."""
+    model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
+    for layer in model:
+        fsdp_c.fully_shard(layer)
+    fsdp_c.fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train_step(x: torch.Tensor) -> torch.Tensor:
+        y = model[0](x)
+        with torch.cuda.stream(torch.cuda.default_stream()):
+            model[1].unshard()
+        loss = model[1](y).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    step = fsdp_c.capture_step(train_step, model, optimizer, warmup=1)
+    losses = [step(torch.ones(2, DIM)).item() for _ in range(4)]
+    assert step.is_captured
+    assert losses == sorted(losses, reverse=True)
+
+
+@distributed(world_size=4, device="cuda")
+def test_a_capture_fails_on_all_tensor_parallel_ranks(rank: int) -> None:
+    mesh = kept_mesh((2, 2), ("data", "tensor"))
+    model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
+    parallelize_module(
+        model, mesh["tensor"], {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    )
+    fsdp_c.fully_shard(model, mesh=mesh["data"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+
+    def train_step(x: torch.Tensor) -> None:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        if rank == 3 and torch.cuda.is_current_stream_capturing():
+            raise ValueError("not on this rank")
+
+    step = fsdp_c.capture_step(train_step, model, optimizer, warmup=1)
+    step(torch.ones(2, DIM))
+    reason = "not on this rank" if rank == 3 else "another rank could not"
+    with pytest.raises(RuntimeError, match=reason):
+        step(torch.ones(2, DIM))
