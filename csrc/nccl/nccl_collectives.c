@@ -87,14 +87,14 @@ static int launch(const fsdp_nccl_transport *transport,
 
 /* The next operation of the channel. From now on it is this rank's position. */
 static fsdp_nccl_operation begin_operation(fsdp_nccl_transport *transport,
-                                           fsdp_nccl_channel *channel) {
-  fsdp_nccl_operation operation = {
-      .started_ms = fsdp_nccl_priv_now_ms(),
-      .name = kind_name(channel->collectives[0].kind),
-  };
+                                           fsdp_nccl_channel *channel,
+                                           const char *name,
+                                           const char *label) {
+  fsdp_nccl_operation operation = {.started_ms = fsdp_nccl_priv_now_ms(),
+                                   .name = name};
   (void)pthread_mutex_lock(&transport->lock);
   operation.sequence = channel->last.sequence + 1;
-  memcpy(operation.label, channel->label, sizeof operation.label);
+  (void)snprintf(operation.label, sizeof operation.label, "%s", label);
   channel->last = operation;
   (void)pthread_mutex_unlock(&transport->lock);
   return operation;
@@ -126,7 +126,9 @@ static fsdp_status issue_locked(fsdp_nccl_transport *transport,
     FSDP_TRY(fsdp_nccl_priv_connect(transport, index, error));
   }
   FSDP_TRY(fsdp_nccl_priv_follow(transport, index, error));
-  const fsdp_nccl_operation operation = begin_operation(transport, channel);
+  const fsdp_nccl_operation operation =
+      begin_operation(transport, channel,
+                      kind_name(channel->collectives[0].kind), channel->label);
   FSDP_TRY(launch_in_order(transport, channel, &result, error));
   if (result == FSDP_NCCL_IN_PROGRESS) {
     FSDP_TRY(fsdp_nccl_priv_settle(transport, index, operation.name,
@@ -230,6 +232,23 @@ static fsdp_status add(fsdp_nccl_transport *transport, const fsdp_call *call,
   if (ticket != NULL) *ticket = 0; /* there is nothing to wait for */
   return channel->is_group_open ? FSDP_OK
                                 : issue(transport, call->channel, error);
+}
+
+fsdp_status fsdp_nccl_watch_replay(fsdp_transport *base, void *stream,
+                                   fsdp_error *error) {
+  fsdp_nccl_transport *transport = fsdp_nccl_priv_of(base);
+  fsdp_nccl_channel *channel = &transport->channels[FSDP_CHANNEL_GATHER];
+  fsdp_error cause;
+  fsdp_status status =
+      fsdp_nccl_priv_lock_channel(transport, FSDP_CHANNEL_GATHER, error);
+  if (status != FSDP_OK) return status;
+  const fsdp_nccl_operation operation =
+      begin_operation(transport, channel, "replay of a captured step", "");
+  status = fsdp_nccl_priv_track(transport, FSDP_CHANNEL_GATHER, &operation,
+                                stream, &cause);
+  fsdp_nccl_priv_unlock_channel(transport, FSDP_CHANNEL_GATHER);
+  if (status == FSDP_OK) return FSDP_OK;
+  return fsdp_nccl_priv_fail(transport, &cause, error);
 }
 
 /* Checks a call of `numel` elements on each of `num_ranks` ranks. nbytes [out]

@@ -189,6 +189,17 @@ void fsdp_nccl_leave_all(void);
 bool fsdp_nccl_relax_capture(void);
 
 /*
+ * A graph with captured collectives was launched on `stream`: from now on the
+ * watchdog looks whether that ends, as it does for a collective. The same call
+ * on all ranks.
+ *
+ * The first error of the transport, or FSDP_BACKEND.
+ */
+FSDP_NODISCARD fsdp_status fsdp_nccl_watch_replay(fsdp_transport *transport,
+                                                  void *stream,
+                                                  fsdp_error *error);
+
+/*
  * Finds out whether all ranks of a group can use NCCL. The number of requests
  * to the store per rank does not depend on the number of ranks. `arrive` does
  * not wait; `conclude` waits for the last rank to arrive, or for the first one

@@ -434,13 +434,16 @@ fsdp_engine *fsdp_torch_engine_core(fsdp_torch_engine *engine);
 FSDP_NODISCARD fsdp_status
 fsdp_torch_engine_reduce_kept(fsdp_torch_engine *engine, fsdp_error *error);
 
-/* The functions of a captured step in runtime/engine.h, of the same names. */
+/* The functions of a captured step in runtime/engine.h, of the same names, and
+ * one of the bridge's. */
 typedef enum fsdp_torch_capture_stage {
   FSDP_TORCH_BEGIN_CAPTURE,
   FSDP_TORCH_FORK_LANES,
   FSDP_TORCH_JOIN_LANES,
   FSDP_TORCH_END_CAPTURE,
   FSDP_TORCH_BEGIN_REPLAY,
+  FSDP_TORCH_END_REPLAY, /* it was launched: its collectives have a time limit
+                          */
   FSDP_TORCH_RELEASE_CAPTURE
 } fsdp_torch_capture_stage;
 

@@ -1,9 +1,11 @@
 """What a captured step asks of the model and the optimizer."""
 
+import os
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -82,6 +84,31 @@ def check_optimizer_state(optimizer: Optimizer, device: torch.device) -> None:
                     f"{value.device}, and a graph would not update it: use an "
                     "optimizer that has capturable=True, such as AdamW"
                 )
+
+
+def groups_that_step(model: nn.Module) -> list[ProcessGroup]:
+    """Return the groups whose ranks replay with this one, in one order everywhere."""
+    found: dict[str, ProcessGroup] = {}
+    for unit in units_in(model):
+        for group in (unit.shard_group, unit.replica_group):
+            if group is not None:
+                found[group.group_name] = group
+    for param in model.parameters():
+        if isinstance(param, DTensor):
+            for group in param.device_mesh.get_all_groups():
+                found[group.group_name] = group
+    return list(found.values())
+
+
+def prepare_nccl() -> None:
+    """Keep NCCL from registering the buffers of captured collectives.
+
+    It reads the variable at the first of them. It would register a buffer by one
+    handle, and an expandable segment of torch's allocator has many
+    (pytorch#158029). Over several nodes, replays with registered buffers may hang
+    (nccl#2389).
+    """
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 
 
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:

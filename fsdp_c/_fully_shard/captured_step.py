@@ -9,6 +9,7 @@ units at rest and no gradients. Parameters and the optimizer's state change in t
 memory, which the graph knows by address.
 """
 
+import atexit
 import contextlib
 import gc
 import sys
@@ -27,8 +28,10 @@ from fsdp_c._fully_shard.capture_checks import (
     check_model,
     check_optimizer,
     check_optimizer_state,
+    groups_that_step,
     hyperparameters,
     memory_of,
+    prepare_nccl,
 )
 from fsdp_c._fully_shard.either import engines_in, reset, units_in
 
@@ -127,6 +130,7 @@ class _Graph:
         self._pinned: list[_native.Engine] = []
         self._graph = self._module.CUDAGraph()
         self._outputs: Any = None
+        _keep_until_exit(self)
         failure: BaseException | None = None
         try:
             self._capture()
@@ -140,6 +144,7 @@ class _Graph:
     def _capture(self) -> None:
         owner = self._owner
         check_optimizer_state(owner._optimizer, owner._device)
+        prepare_nccl()
         before = hyperparameters(owner._optimizer), len(owner._optimizer.state)
         for engine in self._engines:
             engine.run_capture_stage(_native.BEGIN_CAPTURE)
@@ -174,12 +179,7 @@ class _Graph:
     def _is_fine_everywhere(self, is_fine: bool) -> bool:
         """Return whether all ranks could capture: replays need all of them."""
         flag = torch.tensor([0 if is_fine else 1], device=self._owner._device)
-        groups = {}
-        for unit in units_in(self._owner._model):
-            for group in (unit.shard_group, unit.replica_group):
-                if group is not None:
-                    groups[group.group_name] = group
-        for group in groups.values():
+        for group in groups_that_step(self._owner._model):
             dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
         return int(flag.item()) == 0
 
@@ -209,6 +209,7 @@ class _Graph:
             self._owner._clear_gradients()
         self._each(_native.BEGIN_REPLAY)
         self._graph.replay()
+        self._each(_native.END_REPLAY)
         return self._outputs
 
     def _check_facts(self) -> None:
@@ -270,6 +271,22 @@ class _Graph:
         self.close()
 
 
+_live: "weakref.WeakSet[_Graph]" = weakref.WeakSet()
+
+
+def _keep_until_exit(graph: _Graph) -> None:
+    """Close it before the process leaves its groups: NCCL waits for live graphs."""
+    if not _live:
+        atexit.unregister(_close_all)
+        atexit.register(_close_all)
+    _live.add(graph)
+
+
+def _close_all() -> None:
+    for graph in list(_live):
+        graph.close()
+
+
 def _describe(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
@@ -312,6 +329,10 @@ def capture_step(
     ``train_step``. What a graph cannot follow is refused, each with a remedy. Not
     noticed are branches of ``train_step`` or of the model that depend on Python
     values: the graph repeats the ones that it was captured with.
+
+    Where one rank cannot capture, all ranks of the model's groups and of its tensor
+    parallel meshes raise. The stages of a pipeline are not among them: a rank of
+    another stage would wait for this one.
 
     Not run on a GPU yet: it was tested on a simulated accelerator.
 

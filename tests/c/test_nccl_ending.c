@@ -35,6 +35,20 @@ TEST(test_aborts_that_wait_for_each_other) {
   nccl_fixture_leave(transport);
 }
 
+/* Also where nothing but a graph launches collectives. */
+TEST(test_a_replay_that_hangs) {
+  const fsdp_nccl_options options = quick_options();
+  fsdp_transport *transport = nccl_fixture_join(&options, 0, 1);
+  fsdp_error error = {0};
+  nccl_fake_hold_events(true);
+  CHECK_OK(fsdp_nccl_watch_replay(transport, NULL, &error));
+  nccl_fixture_wait_for_aborts(2);
+  CHECK_FAILS(nccl_fixture_gather(transport, "late", &error), FSDP_BACKEND,
+              error.message,
+              "..(replay of a captured step) did not end within 100 ms");
+  nccl_fixture_leave(transport);
+}
+
 /* Of several groups, as shards and replicas are: the watchdog does not wait in
  * the one for the other. */
 TEST(test_two_groups_that_hang) {

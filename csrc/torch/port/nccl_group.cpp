@@ -273,6 +273,15 @@ std::shared_ptr<fsdp_transport> join_nccl(
   return {transport, [](fsdp_transport *self) { self->ops->destroy(self); }};
 }
 
+void watch_replay(fsdp_transport &transport, c10::Stream stream) {
+  fsdp_error error;
+  know_stream(stream);
+  if (fsdp_nccl_watch_replay(&transport, stream.native_handle(), &error) !=
+      FSDP_OK) {
+    throw_error(error);
+  }
+}
+
 void leave_nccl() {
   fsdp_nccl_leave_all();
 }

@@ -28,6 +28,9 @@ std::vector<std::shared_ptr<fsdp_transport>> enter_block(
     int64_t nbytes, bool is_symmetric);
 void leave_block(fsdp_transport &transport, void *block);
 
+// A graph with the transport's collectives was launched on that stream.
+void watch_replay(fsdp_transport &transport, c10::Stream stream);
+
 // Symmetric memory: from ncclMemAlloc, not from torch's allocator. All ranks
 // can reach it once it is a window (Note [Symmetric windows] in
 // nccl_windows.c). FSDP_C_NCCL_SYMMETRIC=1 asks for it. False where none of the
