@@ -38,6 +38,8 @@ def run(*command: object) -> str:
         capture_output=True,
         text=True,
         cwd=ROOT,
+        # The fake CUDA is preloaded, and a sanitizer must come first.
+        env={k: v for k, v in os.environ.items() if k != "LD_PRELOAD"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

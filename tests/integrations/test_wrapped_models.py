@@ -30,7 +30,7 @@ from fsdp_c.integrations.huggingface._accelerate_optimizer import (
     make_state,
 )
 from fsdp_c.integrations.huggingface._accelerate_state import _wrap_init
-from helpers.distributed import distributed
+from helpers.distributed import TEST_DEVICE, distributed
 from helpers.models import DIM, MLP, Block
 
 
@@ -38,7 +38,7 @@ def _fsdp(model: nn.Module, **arguments: Any) -> FSDP:
     return FSDP(
         model,
         auto_wrap_policy=arguments.pop("policy", ModuleWrapPolicy({Block})),
-        device_id=torch.device("cpu", 0),  # as accelerate passes it
+        device_id=torch.device(TEST_DEVICE, 0),  # as accelerate passes it
         **arguments,
     )
 
@@ -67,7 +67,7 @@ def test_upcast_of_a_model_in_bf16(use_orig_params: bool) -> None:
         assert module._has_params
         param = module._flat_param
         if param.dtype != torch.float32 and param.requires_grad:
-            assert param.device.type == "cpu"
+            assert param.device.type == TEST_DEVICE
             assert len(param._fqns) > 0
             param.data = param.data.to(torch.float32)
             module._handle._orig_param_dtype = torch.float32

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_c import FSDP, checkpoint, fully_shard
-from helpers.distributed import distributed
+from helpers.distributed import TEST_DEVICE, distributed
 from helpers.groups import groups_destroyed
 from helpers.seeds import generator
 
@@ -46,7 +46,7 @@ def _build() -> nn.Module:
 
 
 def _shard(door: str, ranks: list[int]) -> tuple[Any, dist.ProcessGroup]:
-    mesh = DeviceMesh("cpu", ranks)
+    mesh = DeviceMesh(TEST_DEVICE, ranks)
     model = _build()
     if door == "rows":
         for layer in (model[0], model[2]):
@@ -165,12 +165,12 @@ def test_checkpoint(
             checkpoint.save(tmp_path / "c", model, optim, process_group=group)
             before = _classes(optim)
         else:
-            DeviceMesh("cpu", [0, 1])
+            DeviceMesh(TEST_DEVICE, [0, 1])
         dist.broadcast_object_list(saved)
         checkpoint.verify(tmp_path / "c")
         for size in (2, 1, 3):
             if rank >= size:
-                DeviceMesh("cpu", list(range(size)))
+                DeviceMesh(TEST_DEVICE, list(range(size)))
                 continue
             model, group = _shard(to, list(range(size)))
             optim = _optimizer(optimizer, model)
@@ -229,11 +229,11 @@ def test_torch_checkpoint(rank: int, tmp_path: Path, door: str, optimizer: str) 
             folder = tmp_path / "c"
             _save_or_load_with_torch(model, optim, folder, group, load=False)
         else:
-            DeviceMesh("cpu", [0, 1])
+            DeviceMesh(TEST_DEVICE, [0, 1])
         dist.barrier()
         for size in (2, 1) if door == "rows" else (2, 1, 3):
             if rank >= size:
-                DeviceMesh("cpu", list(range(size)))
+                DeviceMesh(TEST_DEVICE, list(range(size)))
                 continue
             model, group = _shard(door, list(range(size)))
             optim = _optimizer(optimizer, model)

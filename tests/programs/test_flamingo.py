@@ -27,7 +27,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.fsdp.wrap import enable_wrap, wrap
 from torch.nn import functional
 
-from helpers.distributed import distributed
+from helpers.distributed import TEST_DEVICE, distributed
 from helpers.groups import hybrid_groups
 from helpers.impl import FSDP, MixedPrecision, ShardingStrategy
 from helpers.reference import assert_same_tensors, clean_name
@@ -262,7 +262,7 @@ def _train_hybrid(rank: int, groups: Any, checkpointing: str) -> None:
 
 
 def _autocast() -> Any:
-    return torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
+    return torch.autocast(TEST_DEVICE, torch.bfloat16, cache_enabled=False)
 
 
 def _wrap_low(checkpointing: str, wrapper: Any, groups: Any) -> _Flamingo:
@@ -277,7 +277,7 @@ def _wrap_low(checkpointing: str, wrapper: Any, groups: Any) -> _Flamingo:
         mixed_precision=MixedPrecision(
             param_dtype=torch.float32, reduce_dtype=torch.bfloat16
         ),
-        device_id=torch.device("cpu"),
+        device_id=torch.get_default_device(),
     )
 
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_c import FSDP, CPUOffloadPolicy, checkpoint, fully_shard
-from helpers.distributed import distributed
+from helpers.distributed import TEST_DEVICE, distributed
 from helpers.groups import groups_destroyed
 from helpers.seeds import generator
 
@@ -57,7 +57,7 @@ def _build(seed: int = 0, rows: int = DIM) -> nn.Sequential:
 
 
 def _shard(ranks: list[int], seed: int = 0, **options: Any) -> Any:
-    model, mesh = _build(seed), DeviceMesh("cpu", ranks)
+    model, mesh = _build(seed), DeviceMesh(TEST_DEVICE, ranks)
     for layer in model:
         fully_shard(layer, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
@@ -149,7 +149,7 @@ def test_checkpoint(rank: int, tmp_path: Path) -> None:
     """Weights load bit for bit on the ranks that saved them; others are refused."""
     with groups_destroyed():
         if rank < 2:
-            mesh = DeviceMesh("cpu", [0, 1])
+            mesh = DeviceMesh(TEST_DEVICE, [0, 1])
             group = mesh.get_group()
             model = _shard([0, 1])
             optim = _optimizer(model)
@@ -173,7 +173,7 @@ def test_checkpoint(rank: int, tmp_path: Path) -> None:
                 assert torch.equal(expected, _step(other, other_optim, step, rank, 2))
         else:
             for _ in range(4):
-                DeviceMesh("cpu", [0, 1])
+                DeviceMesh(TEST_DEVICE, [0, 1])
         dist.barrier()
         checkpoint.verify(tmp_path / "c")
         model = _shard([0, 1, 2])
@@ -193,7 +193,7 @@ def test_refusals(rank: int) -> None:
         with pytest.raises(
             ValueError, match=r"'0\.weight'.*NF4Tensor.*3 ranks.*ignored"
         ):
-            fully_shard(model, mesh=DeviceMesh("cpu", [0, 1, 2]))
+            fully_shard(model, mesh=DeviceMesh(TEST_DEVICE, [0, 1, 2]))
         assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
         with pytest.raises(ValueError, match=r"weight.*wraps other tensors"):
             FSDP(_build(), use_orig_params=True)

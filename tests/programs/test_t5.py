@@ -156,7 +156,7 @@ def test_reduction_in_bf16(rank: int, world_size: int) -> None:
             sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
             mixed_precision=precision,
             use_orig_params=True,
-            device_id=torch.device("cpu"),
+            device_id=torch.get_default_device(),
         )
         _loss(model, 0, rank).backward()
         _, grads = gather_orig(model, shapes)
