@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch  # loads the libraries that _native is linked with
+import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp.api import (
     BackwardPrefetch,
@@ -29,6 +30,10 @@ from torch.distributed.fsdp.api import (
     StateDictType,
 )
 from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
+
+if dist.is_nccl_available():
+    # Before any launch of the process: Note [Launch order] in csrc/nccl.
+    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 
 try:
     from fsdp_c import _native

@@ -238,7 +238,6 @@ fsdp_status fsdp_nccl_priv_connect(fsdp_nccl_transport *transport,
       connect_until(transport, index, deadline_ms, error);
   fsdp_nccl_priv_set_meeting(transport, index, false);
   if (status != FSDP_OK) return status;
-  fsdp_nccl_priv_order_launches(transport);
   fsdp_nccl_priv_register_all(transport, index);
   return FSDP_OK;
 }

@@ -10,17 +10,13 @@
  * NCCL_LAUNCH_ORDER_IMPLICIT=1, NCCL 2.26 and newer start kernels in the order
  * of the host's launches, which is the same on all ranks.
  *
- * The process sets that variable because these versions have no other switch:
- * ncclConfig_t of NCCL 2.28 has no field for it (2.32 has one). Ordering the
- * launches with events instead would run the collectives one after the other.
- * NCCL reads nccl.conf when the first communicator is made, and the variable at
- * the first launch. So it is set in between, unless the environment or the file
- * has a value. NCCL then requires that no two threads launch at once; a mutex
- * of the process ensures that.
+ * Importing fsdp_c sets that variable unless it is set (fsdp_c/__init__.py),
+ * because these versions have no other switch: ncclConfig_t of NCCL 2.28 has no
+ * field for it (2.32 has one). Ordering the launches with events instead would
+ * run the collectives one after the other. NCCL reads the variable once, at the
+ * first launch of the process, which may be torch's. NCCL then requires that no
+ * two threads launch at once; a mutex of the process ensures that.
  */
-#define _POSIX_C_SOURCE 200809L /* setenv */
-#include <stdlib.h>
-
 #include "nccl/nccl_priv.h"
 
 enum { FIRST_ORDERED_VERSION = 22600 };
@@ -35,9 +31,7 @@ static void renew_lock(void) {
   g_launch_lock = fresh;
 }
 
-static void ask_for_order(void) {
-  (void)setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1",
-               0); /* if it fails, there is no order */
+static void watch_forks(void) {
   (void)pthread_atfork(NULL, NULL, renew_lock);
 }
 
@@ -45,12 +39,10 @@ static bool is_ordered(const fsdp_nccl_transport *transport) {
   return transport->version >= FIRST_ORDERED_VERSION;
 }
 
-void fsdp_nccl_priv_order_launches(const fsdp_nccl_transport *transport) {
-  if (is_ordered(transport)) (void)pthread_once(&g_once, ask_for_order);
-}
-
 void fsdp_nccl_priv_begin_launch(const fsdp_nccl_transport *transport) {
-  if (is_ordered(transport)) (void)pthread_mutex_lock(&g_launch_lock);
+  if (!is_ordered(transport)) return;
+  (void)pthread_once(&g_once, watch_forks);
+  (void)pthread_mutex_lock(&g_launch_lock);
 }
 
 void fsdp_nccl_priv_end_launch(const fsdp_nccl_transport *transport) {

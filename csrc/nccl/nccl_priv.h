@@ -37,10 +37,7 @@ fsdp_nccl_capture_error fsdp_nccl_priv_capture_error(const fsdp_error *error);
 
 /* ---- nccl_order.c ---------------------------------------------------------*/
 
-/* Asks NCCL to keep launches in order; after a communicator was made, before
- * its first launch. See Note [Launch order]. */
-void fsdp_nccl_priv_order_launches(const fsdp_nccl_transport *transport);
-/* Around each launch. */
+/* Around each launch: one at a time in the process. See Note [Launch order]. */
 void fsdp_nccl_priv_begin_launch(const fsdp_nccl_transport *transport);
 void fsdp_nccl_priv_end_launch(const fsdp_nccl_transport *transport);
 

@@ -2,11 +2,10 @@
  * NCCL transport: what a call costs, when communicators are made and how they
  * are configured.
  */
-#define _POSIX_C_SOURCE 200809L /* fork, setenv */
+#define _POSIX_C_SOURCE 200809L /* syscall */
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <sys/syscall.h>
-#include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -30,45 +29,6 @@ static fsdp_transport *create(const fsdp_nccl_options *options, int version) {
   CHECK_OK(
       fsdp_nccl_create(&library, options, &store, 0, 2, &transport, &error));
   return transport;
-}
-
-/* The variable after the first call, in a process of its own. */
-static void check_order(int version, const char *before, const char *after) {
-  const fsdp_nccl_options options = nccl_fixture_options();
-  nccl_fake_reset();
-  (void)fflush(stdout);
-  const pid_t child = fork();
-  if (child == 0) {
-    if (before == NULL) {
-      (void)unsetenv("NCCL_LAUNCH_ORDER_IMPLICIT");
-    } else {
-      (void)setenv("NCCL_LAUNCH_ORDER_IMPLICIT", before, 1);
-    }
-    fsdp_transport *transport = create(&options, version);
-    const char *value = getenv("NCCL_LAUNCH_ORDER_IMPLICIT");
-    /* Not before a communicator was made: until then NCCL has not read its
-     * files. */
-    bool is_right = before == NULL ? value == NULL : value != NULL;
-    is_right =
-        is_right && nccl_fixture_gather(transport, NULL, NULL) == FSDP_OK;
-    value = getenv("NCCL_LAUNCH_ORDER_IMPLICIT");
-    is_right = is_right &&
-               (after == NULL ? value == NULL
-                              : value != NULL && strcmp(value, after) == 0);
-    transport->ops->destroy(transport);
-    _exit(is_right ? 0 : 1);
-  }
-  int exit_status = -1;
-  CHECK(child > 0 && waitpid(child, &exit_status, 0) == child);
-  CHECK_I64(exit_status, 0);
-}
-
-/* Runs first: a process sets the variable once. */
-TEST(test_launch_order) {
-  check_order(22703, NULL, "1");
-  check_order(22600, NULL, "1");
-  check_order(22703, "0", "0"); /* the user's */
-  check_order(22505, NULL, NULL);
 }
 
 /* Past the first call the host asks nothing, sleeps never and NCCL starts no

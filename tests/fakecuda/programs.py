@@ -8,6 +8,7 @@ Each prints what rank 0 found.
 import copy
 import math
 import os
+import resource
 import sys
 import tempfile
 import time
@@ -129,7 +130,20 @@ def half_a_replay(rank: int) -> str:
     os._exit(0)
 
 
+def shapes_only(rank: int) -> str:
+    """Make a step of a model that the machine could not hold."""
+    model = nn.Sequential(*(nn.Linear(32768, 32768) for _ in range(5)))
+    shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.empty(2, 32768)).square().mean().backward()
+    optimizer.step()
+    used = torch.cuda.max_memory_allocated()
+    touched = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return f"{used >> 30} {touched >> 30}"
+
+
 SCENARIOS = {
+    "shapes_only": shapes_only,
     "train": train,
     "capture": capture,
     "live_graph": live_graph,

@@ -1,9 +1,11 @@
 """Sharded models where torch's streams, allocators and graphs have a say."""
 
 import copy
+import ctypes
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -81,6 +83,24 @@ def test_a_replay_has_a_time_limit() -> None:
     said = run_fresh("fakecuda.programs", "half_a_replay")
     assert "replay of a captured step" in said
     assert "did not end within 4" in said
+
+
+@distributed(world_size=2, device="cuda")
+def test_nccl_keeps_the_order_of_launches() -> None:
+    """Also where torch launched first."""
+    dist.barrier()
+    fsdp_c.fully_shard(nn.Linear(DIM, DIM))(torch.ones(2, DIM))
+    nccl = ctypes.CDLL("libnccl.so.2")
+    nccl.fake_nccl_keeps_order.restype = ctypes.c_bool
+    assert nccl.fake_nccl_keeps_order()
+
+
+def test_shapes_only() -> None:
+    """Memory counts and is not there; nothing is computed."""
+    said = run_fresh("fakecuda.programs", "shapes_only", FAKE_CUDA_NOOP="1")
+    used, touched = map(int, said.split())
+    assert used >= 40  # GiB: shards, gradients and two states, of 2 GiB a layer
+    assert touched <= 2
 
 
 @distributed(world_size=2, device="cuda")

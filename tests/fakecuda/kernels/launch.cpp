@@ -127,6 +127,7 @@ void run_together(const Launch &launch) {
 
 void run_launch(void *argument) {
   const auto &launch = *static_cast<const Launch *>(argument);
+  if (std::getenv("FAKE_CUDA_NOOP") != nullptr) return;
   bool is_alone = false;
   {
     const std::lock_guard<std::mutex> lock(alone_mutex);

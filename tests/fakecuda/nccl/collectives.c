@@ -42,6 +42,18 @@ typedef struct launch {
 } launch;
 
 static atomic_llong num_launches;
+static pthread_once_t order_once = PTHREAD_ONCE_INIT;
+static bool keeps_order;
+
+static void read_order(void) {
+  const char *said = getenv("NCCL_LAUNCH_ORDER_IMPLICIT");
+  keeps_order = said != NULL && strcmp(said, "1") == 0;
+}
+
+bool fake_nccl_keeps_order(void) {
+  pthread_once(&order_once, read_order);
+  return keeps_order;
+}
 
 static bool is_noop(void) {
   return getenv("FAKE_CUDA_NOOP") != NULL;
@@ -257,6 +269,7 @@ static void drop_launch(void *argument) {
 
 static ncclResult_t enqueue(launch *self) {
   comm *own = self->comm;
+  pthread_once(&order_once, read_order);
   pthread_mutex_lock(&own->mutex);
   const ncclResult_t result = own->result;
   if (result != ncclSuccess) {

@@ -134,6 +134,9 @@ FAKE_API long long fake_nccl_num_launches(void);
 FAKE_API long long fake_nccl_num_registered(void);
 FAKE_API long long fake_nccl_num_comms(void);
 FAKE_API const char *fake_nccl_last_config(void);
+/* Whether kernels start in the order of the launches: NCCL reads that at the
+ * first launch of the process. */
+FAKE_API bool fake_nccl_keeps_order(void);
 
 /* ---- What the runtime offers --------------------------------------------- */
 

@@ -21,6 +21,9 @@ namespace fakecuda {
 
 using torch::jit::Stack;
 
+// Shapes only: tasks compute nothing, and memory is not touched.
+bool is_noop();
+
 // Enqueues `body` on the current stream. It must hold no tensor of the device:
 // memory is safe by the order of streams, or not at all, as on a GPU. When it
 // throws, the device has failed.
