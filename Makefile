@@ -18,6 +18,13 @@ VENV_FLAGS ?=
 OUT ?= out
 # make sim-test SIM_FLAGS=--one-each: one set of parameters of each test function.
 SIM_FLAGS ?=
+# A CUDA build of torch for the fake CUDA, in an environment of its own.
+CUDA_VENV ?= .venv-cuda
+CUDA_TORCH ?= torch==2.14.1
+# make cuda-test CUDA_FLAGS=--one-each
+CUDA_FLAGS ?=
+CUDA_TESTS ?= $(addprefix tests/,fakecuda distributed checkpoint cuda programs integrations \
+  huggingface simdevice)
 # make pytest PYTEST_FLAGS='-n 2 --dist worksteal': two tests at a time.
 PYTEST_FLAGS ?=
 override VENV := $(abspath $(VENV))
@@ -26,7 +33,8 @@ BUILD_IN_PLACE = $(BIN)/python setup.py -q build_ext --inplace
 # As pip names it; in torch.__version__ some builds add more.
 TORCH_VERSION = $$($(BIN)/python -c 'import importlib.metadata as m; print(m.version("torch"))')
 TOOLS := $(VENV)/.fsdp_c-tools
-BUILT := $(VENV)/.fsdp_c-built
+# The extension in place is of one environment: another's takes its place.
+BUILT := build/built$(subst /,-,$(VENV))
 SOURCES := $(shell find csrc -name '*.[ch]' -o -name '*.[ch]pp' -o -name '*.map' -o -name '*.cu')
 C_FILES := $(shell find csrc tests/c tests/cuda tests/fakecuda tests/simdevice -name '*.[ch]' -o -name '*.[ch]pp' -o -name '*.cu')
 
@@ -35,7 +43,7 @@ export PATH := $(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test pytest test-all sim-test c-test lint formats types rules format tidy \
+.PHONY: help train test pytest test-all sim-test cuda-test cuda-smoke on-fake-cuda c-test lint formats types rules format tidy \
   bench gpu-bench build wheel debug sanitize profile nightly clean
 .DELETE_ON_ERROR:
 
@@ -59,6 +67,16 @@ test-all: $(BUILT) c-test ## every combination, also on the simulated accelerato
 sim-test: $(BUILT) ## the distributed tests on the simulated accelerator (docs/internals/simdevice.md)
 	FSDP_C_TEST_DEVICE=sim python -m pytest tests/distributed tests/checkpoint \
 	  $(SIM_FLAGS)
+
+cuda-test: ## the tests on a fake CUDA, without a GPU (docs/internals/fakecuda.md)
+	$(MAKE) on-fake-cuda VENV='$(CUDA_VENV)' TORCH='$(CUDA_TORCH)'
+
+cuda-smoke: ## the fake CUDA itself, and sharded models on it
+	$(MAKE) cuda-test CUDA_TESTS=tests/fakecuda CUDA_FLAGS=--one-each
+
+on-fake-cuda: $(BUILT)
+	FSDP_C_TEST_DEVICE=cuda PYTHONPATH=tests python -m fakecuda \
+	  python -m pytest $(CUDA_TESTS) $(CUDA_FLAGS)
 
 c-test: ## the C tests, with address and undefined behaviour sanitizers
 	$(MAKE) -C tests/c -j$(shell nproc) asan
@@ -146,4 +164,5 @@ $(TOOLS): requirements-dev.txt
 $(BUILT): $(TOOLS) setup.py pyproject.toml $(SOURCES)
 	$(BUILD_IN_PLACE)
 	$(BIN)/python -m pip install -q --no-build-isolation --no-deps -e .
+	rm -f build/built-*
 	touch $@
