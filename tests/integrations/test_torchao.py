@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fsdp_c import checkpoint, fully_shard
-from helpers.distributed import distributed
+from helpers.distributed import TEST_DEVICE, distributed
 from helpers.groups import groups_destroyed, kept_mesh
 from helpers.seeds import generator
 
@@ -110,7 +110,7 @@ def test_bits_of_torch(
 def test_checkpoint(rank: int, tmp_path: Path) -> None:
     """What two ranks save, four load: float8 weights have their fp32 values."""
     with groups_destroyed():
-        mesh = DeviceMesh("cpu", [0, 1])
+        mesh = DeviceMesh(TEST_DEVICE, [0, 1])
         expected: list[Any] = [None]
         if rank < 2:
             model = _make_model(fully_shard, emulate=True, mesh=mesh)

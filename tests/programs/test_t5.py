@@ -160,7 +160,9 @@ def test_reduction_in_bf16(rank: int, world_size: int) -> None:
         )
         _loss(model, 0, rank).backward()
         _, grads = gather_orig(model, shapes)
-        return sum(float((grads[n] - means[n]).square().sum()) for n in shapes)
+        return sum(
+            float((grads[n].cpu() - means[n].cpu()).square().sum()) for n in shapes
+        )
 
     mine = error_of(FSDP)
     theirs = error_of(torch_fsdp.FullyShardedDataParallel)

@@ -3,6 +3,9 @@
 import re
 from pathlib import Path
 
+import pytest
+
+from helpers.accelerator import ACCELERATOR
 from helpers.nccl_ranks import TIMEOUT_S
 from helpers.programs import run_fresh
 from simdevice.build import build_fake_nccl
@@ -23,6 +26,7 @@ def run(folder: Path, scenario: str) -> str:
     )
 
 
+@pytest.mark.skipif(ACCELERATOR != "sim", reason="its program loads that device")
 def test_models_that_nothing_frees(tmp_path: Path) -> None:
     """Before the device is shut down, the process leaves its groups by itself."""
     assert run(tmp_path, "leaks") == "0 of 2 communicators left\n"
