@@ -60,18 +60,25 @@ void refuse_in_child(const HeldShard &held) {
           "what the child reads before the fork, or set FSDP_C_SHM=copy."));
 }
 
+void before_fork() {
+  held_shards().mutex.lock();
+}
+
+void after_fork() {
+  held_shards().mutex.unlock();
+}
+
+void after_fork_in_child() {
+  for (const HeldShard *held : held_shards().items) {
+    if (held->region->is_shared) refuse_in_child(*held);
+  }
+  held_shards().mutex.unlock();
+}
+
 HeldShards::HeldShards() {
-  const int failed = pthread_atfork([] { held_shards().mutex.lock(); },
-                                    [] { held_shards().mutex.unlock(); },
-                                    [] {
-                                      HeldShards &self = held_shards();
-                                      for (const HeldShard *held : self.items) {
-                                        if (held->region->is_shared)
-                                          refuse_in_child(*held);
-                                      }
-                                      self.mutex.unlock();
-                                    });
-  if (failed != 0) throw std::bad_alloc();
+  if (pthread_atfork(before_fork, after_fork, after_fork_in_child) != 0) {
+    throw std::bad_alloc();
+  }
 }
 
 void HeldShard::free(void *held) {

@@ -1,3 +1,5 @@
+// Tensors within the wrappers of function transforms: see Note [Function
+// transforms].
 #include "torch/transforms.hpp"
 
 #include <Python.h>

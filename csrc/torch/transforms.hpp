@@ -6,8 +6,8 @@
 // the plain one. Each level but vmap's has an autograd graph of its own, so a
 // unit hooks its inputs and outputs in all of them, and their tangents, through
 // which a backward may come first. What the engine itself does is about plain
-// tensors. A transform would wrap what its operators return, so
-// they run outside of all transforms.
+// tensors. A transform would wrap what its operators return, so they run
+// outside of all transforms.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -434,7 +434,8 @@ void make_views(Unit &unit) {
         is_resident ? segment.shard.storage().getWeakStorageImpl().lock()
                     : empty_storage(unit.device);
   }
-  for (Segment &segment : unit.segments) {  // a summon moves all or none
+  for (Segment &segment :
+       unit.segments) {  // a summon shows all of them or none
     segment.full =
         all_resident ? segment.unsharded : empty_storage(unit.device);
   }

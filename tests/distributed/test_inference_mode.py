@@ -4,21 +4,9 @@ import pytest
 import torch
 
 from helpers.distributed import distributed
-from helpers.models import MLP, Block, vectors
-from helpers.reference import Differential
-from helpers.rows import Rows, as_double, shard_units
+from helpers.models import MLP, Block
+from helpers.rows import in_either_api
 from helpers.transports import over
-
-
-def _both(api: str) -> Differential:
-    if api == "fully_shard":
-        return Rows(MLP, lambda module: shard_units(module, {Block}), vectors)
-    return Differential.of_units(
-        lambda: MLP().double(),
-        {Block},
-        lambda generator: as_double(vectors(generator)),
-        use_orig_params=api == "FSDP",
-    )
 
 
 @pytest.mark.cpu_only("tasks of the simulated device run outside of inference mode")
@@ -36,7 +24,7 @@ def test_training_between_evaluations(api: str, transport: str) -> None:
             both.model(*both.batches()[both.rank])
 
     with over(transport):
-        both = _both(api)
+        both = in_either_api(api, MLP, {Block})
         evaluate()
         for _ in range(3):
             both.zero_grad()

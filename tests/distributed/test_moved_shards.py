@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from fsdp_c import reset
 from helpers.distributed import distributed
 from helpers.models import BATCH, DIM, Inputs
-from helpers.reference import Differential
-from helpers.rows import Rows, as_double, shard_units
+from helpers.rows import as_double, in_either_api
 
 APIS = ("FSDP", "FSDP flat", "fully_shard")
 WIDTH = 64  # its unit is read in place, by two ranks
@@ -40,23 +39,6 @@ def _inputs(generator: torch.Generator) -> Inputs:
     return as_double((torch.randn(BATCH, DIM, generator=generator),))
 
 
-def _both(api: str, strategy: str = "FULL_SHARD") -> Differential:
-    if api == "fully_shard":
-        reshards = strategy == "FULL_SHARD"
-        return Rows(
-            _Net,
-            lambda module: shard_units(module, {_Wide}, reshard_after_forward=reshards),
-            _inputs,
-        )
-    return Differential.of_units(
-        lambda: _Net().double(),
-        {_Wide},
-        _inputs,
-        use_orig_params=api == "FSDP",
-        strategy=strategy,
-    )
-
-
 def _locals(params: list[nn.Parameter]) -> list[Tensor]:
     return [
         (param.to_local() if hasattr(param, "to_local") else param).detach()
@@ -76,7 +58,7 @@ def _share(params: list[nn.Parameter]) -> None:
 @distributed(world_size=(1, 2))
 def test_shared_between_steps(api: str, strategy: str) -> None:
     """Training, evaluation and the optimizer go on with the new memory."""
-    both = _both(api, strategy)
+    both = in_either_api(api, _Net, {_Wide}, _inputs, strategy=strategy)
     params = list(both.model.parameters())
     both.train(1)
     for _ in range(2):
@@ -91,7 +73,7 @@ def test_shared_between_steps(api: str, strategy: str) -> None:
 @distributed(world_size=(1, 2))
 def test_shared_before_backward(api: str, strategy: str) -> None:
     """The parameters that the optimizer has, once gathered and once not yet."""
-    both = _both(api, strategy)
+    both = in_either_api(api, _Net, {_Wide}, _inputs, strategy=strategy)
     params = list(both.model.parameters())
     for _ in range(3):
         both.zero_grad()
@@ -136,7 +118,7 @@ class _Child:
 @distributed(world_size=(1, 2))
 def test_sent_to_a_process(api: str) -> None:
     """A queue shares the parameters that it is given, between any two calls."""
-    both = _both(api)
+    both = in_either_api(api, _Net, {_Wide}, _inputs)
     child = _Child()
     params = list(both.model.parameters())
 
@@ -167,7 +149,7 @@ def _empty_one(model: nn.Module) -> None:
 @distributed(world_size=(1, 2))
 def test_storages_that_are_emptied(api: str, has_run: bool) -> None:
     """The error names the unit, also before the first forward, and the remedy."""
-    both = _both(api)
+    both = in_either_api(api, _Net, {_Wide}, _inputs)
     if has_run:
         both.forward_backward()
     _empty_one(both.model)
@@ -183,7 +165,7 @@ def test_storages_that_are_emptied(api: str, has_run: bool) -> None:
 @distributed(world_size=(1, 2))
 def test_new_data_of_sharded_parameters(strategy: str) -> None:
     """Of a DTensor it changes nothing, in torch either: an error says what does."""
-    both = _both("fully_shard", strategy)
+    both = in_either_api("fully_shard", _Net, {_Wide}, _inputs, strategy=strategy)
     both.train(1)
     param = both.model[1][0].weight
     x = torch.ones(BATCH, DIM, dtype=torch.float64)
@@ -231,7 +213,7 @@ HALVES: dict[str, tuple[tuple[str, ...], Callable[[Any], None]]] = {
 @distributed(world_size=(1, 2))
 def test_new_values(how: str, api: str, strategy: str) -> None:
     """They are trained on, and the optimizer steps them."""
-    both = _both(api, strategy)
+    both = in_either_api(api, _Net, {_Wide}, _inputs, strategy=strategy)
     for _ in range(2):
         both.train(1)
         with torch.no_grad():

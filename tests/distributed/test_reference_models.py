@@ -5,7 +5,7 @@ that forward. What a backward needs is decided by the forwards that it belongs t
 Compared with the unsharded model on the data of all ranks.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from helpers.distributed import distributed
-from helpers.models import DIM, vectors
+from helpers.models import DIM
 from helpers.reference import Differential
-from helpers.rows import Rows, as_double, shard_units
+from helpers.rows import Rows, in_either_api
 
 APIS = ("FSDP", "FSDP flat", "fully_shard")
 Loss = Callable[[Any, Tensor], Tensor]
@@ -65,34 +65,12 @@ class _Net(nn.Module):
         return x
 
 
-def _both(
-    api: str,
-    build: Callable[[], nn.Module],
-    units: Iterable[type[nn.Module]],
-    strategy: str = "FULL_SHARD",
-) -> Differential:
-    if api == "fully_shard":
-        reshards = strategy == "FULL_SHARD"
-        return Rows(
-            build,
-            lambda module: shard_units(module, units, reshard_after_forward=reshards),
-            vectors,
-        )
-    return Differential.of_units(
-        lambda: build().double(),
-        units,
-        lambda generator: as_double(vectors(generator)),
-        use_orig_params=api == "FSDP",
-        strategy=strategy,
-    )
-
-
 def _with_adapters(
     api: str, strategy: str = "FULL_SHARD", reentrant: bool | None = None
 ) -> Differential:
     """Adapters are in the units of frozen weights, but for flat parameters."""
     units = {_Layer, _Adapter} if api == "FSDP flat" else {_Layer}
-    return _both(api, lambda: _Net(reentrant), units, strategy)
+    return in_either_api(api, lambda: _Net(reentrant), units, strategy=strategy)
 
 
 def _train(both: Differential, loss: Loss, num_steps: int = 3) -> None:
@@ -338,4 +316,4 @@ FREEZES = {
 @pytest.mark.parametrize("loss", list(FREEZES))
 @distributed(world_size=2)
 def test_units_are_frozen_between_forwards(api: str, strategy: str, loss: str) -> None:
-    _train(_both(api, _Pair, {_Part}, strategy), FREEZES[loss])
+    _train(in_either_api(api, _Pair, {_Part}, strategy=strategy), FREEZES[loss])

@@ -14,29 +14,12 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
 
 from helpers.distributed import distributed
-from helpers.models import MLP, Block, vectors
+from helpers.models import MLP, Block
 from helpers.reference import Differential
-from helpers.rows import Rows, as_double, shard_units
+from helpers.rows import in_either_api
 
 APIS = ("FSDP", "FSDP flat", "fully_shard")
 Loss = Callable[[Any, Tensor], Tensor]
-
-
-def _both(api: str, strategy: str = "FULL_SHARD") -> Differential:
-    if api == "fully_shard":
-        reshards = strategy == "FULL_SHARD"
-        return Rows(
-            MLP,
-            lambda module: shard_units(module, {Block}, reshard_after_forward=reshards),
-            vectors,
-        )
-    return Differential.of_units(
-        lambda: MLP().double(),
-        {Block},
-        lambda generator: as_double(vectors(generator)),
-        use_orig_params=api == "FSDP",
-        strategy=strategy,
-    )
 
 
 def _train(both: Differential, loss: Loss, num_steps: int = 3) -> None:
@@ -120,7 +103,7 @@ LOSSES = {
 @pytest.mark.parametrize("api", APIS)
 @distributed(world_size=2)
 def test_functions_of_inputs(api: str, strategy: str, loss: str) -> None:
-    _train(_both(api, strategy), LOSSES[loss])
+    _train(in_either_api(api, MLP, {Block}, strategy=strategy), LOSSES[loss])
 
 
 def _other_values(model: nn.Module, x: Tensor) -> Tensor:
@@ -140,7 +123,7 @@ def _grad_of_params(model: nn.Module, x: Tensor) -> Tensor:
 @distributed(world_size=2)
 def test_functions_of_parameters_are_refused(api: str, loss: Loss) -> None:
     """The module would compute with the values in its shards. It trains on."""
-    both = _both(api)
+    both = in_either_api(api, MLP, {Block})
     _train(both, _jvp, 1)
     message = r"is a tensor and no parameter now.*functional_call.*torch\.func\.jvp"
     with pytest.raises(RuntimeError, match=message):
@@ -159,7 +142,7 @@ def _doubled(model: nn.Module) -> dict[str, nn.Parameter]:
 @distributed(world_size=2)
 def test_functional_call_with_other_parameters(api: str) -> None:
     """Shards, as of an average of the weights. Those of the model stay."""
-    both = _both(api)
+    both = in_either_api(api, MLP, {Block})
     for _ in range(2):
         inputs = both.batches()[both.rank]
         with torch.no_grad():
@@ -174,7 +157,7 @@ def test_functional_call_with_other_parameters(api: str) -> None:
 @distributed(world_size=2)
 def test_gradients_of_other_parameters() -> None:
     """They have their own, and the model's have none: as with the unsharded model."""
-    both = _both("FSDP")
+    both = in_either_api("FSDP", MLP, {Block})
     batches = both.batches()
     given = _doubled(both.reference)
     for batch in batches:
@@ -200,7 +183,7 @@ def test_backward_with_other_values_is_refused(api: str, is_last: bool) -> None:
 
     FSDP keeps what was given until the next forward.
     """
-    both = _both(api)
+    both = in_either_api(api, MLP, {Block})
     _train(both, _jvp, 1)
     inputs = both.batches()[both.rank]
     loss = functional_call(both.model, _doubled(both.model), inputs).sum()
@@ -220,7 +203,7 @@ def _grad_of_sharded(model: nn.Module, x: Tensor, **options: bool) -> None:
 @distributed(world_size=2)
 def test_autograd_grad_of_sharded_parameters(option: dict[str, bool]) -> None:
     """They are not in the graph: torch's class has no gradients, or zeros."""
-    both = _both("fully_shard")
+    both = in_either_api("fully_shard", MLP, {Block})
     inputs = both.batches()[both.rank]
     with pytest.raises(RuntimeError, match=r"Call loss\.backward\(inputs=\[\.\.\.\]\)"):
         _grad_of_sharded(both.model, *inputs, **option)
@@ -254,7 +237,7 @@ def _norm(model: nn.Module) -> Any:
 @distributed(world_size=2)
 def test_a_norm_of_sharded_parameters(is_first: bool, names: list[str] | None) -> None:
     """A parameter has gradients through its shard, too, sooner or later."""
-    both = _both("fully_shard")
+    both = in_either_api("fully_shard", MLP, {Block})
     for step in range(4):
         batches = both.batches()
         if step % 2 == 0:
@@ -275,7 +258,7 @@ def test_a_norm_of_sharded_parameters(is_first: bool, names: list[str] | None) -
 @distributed(world_size=2)
 def test_a_norm_that_adds_to_a_gradient_of_the_user() -> None:
     """The unit has a copy by then: an error. It trains on."""
-    both = _both("fully_shard")
+    both = in_either_api("fully_shard", MLP, {Block})
     _train(both, _jvp, 1)
     for param in both.model.parameters():
         param.grad = torch.ones_like(param)
@@ -291,7 +274,7 @@ def test_a_norm_that_adds_to_a_gradient_of_the_user() -> None:
 @distributed(world_size=2)
 def test_backward_of_some_parameters(api: str, names: list[str]) -> None:
     """``backward(inputs=...)`` reduces their gradients and makes no others."""
-    both = _both(api)
+    both = in_either_api(api, MLP, {Block})
     for _ in range(3):
         batches = both.batches()
         both.zero_grad()

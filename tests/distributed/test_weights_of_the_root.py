@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from helpers.distributed import distributed
-from helpers.models import DIM, Block, vectors
+from helpers.models import DIM, Block
 from helpers.reference import Differential
-from helpers.rows import Rows, as_double, shard_units
+from helpers.rows import in_either_api
 
 APIS = ("FSDP", "FSDP flat", "fully_shard")
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP")
@@ -70,24 +70,6 @@ LOSSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
-def _both(api: str, strategy: str, units: Any) -> Differential:
-    if api == "fully_shard":
-        # None: all units but the root. One that reshards has lost what autograd saved.
-        reshards = None if strategy == "FULL_SHARD" else False
-        return Rows(
-            _Net,
-            lambda module: shard_units(module, units, reshard_after_forward=reshards),
-            vectors,
-        )
-    return Differential.of_units(
-        lambda: _Net().double(),
-        units,
-        lambda generator: as_double(vectors(generator)),
-        use_orig_params=api == "FSDP",
-        strategy=strategy,
-    )
-
-
 def _train(both: Differential, loss: Callable[[Any, Tensor], Tensor]) -> None:
     for _ in range(2):
         batches = both.batches()
@@ -107,4 +89,7 @@ def _train(both: Differential, loss: Callable[[Any, Tensor], Tensor]) -> None:
 @distributed(world_size=(1, 2))
 def test_kept_outputs(api: str, strategy: str, loss: str, units: Any) -> None:
     """The root has a norm and a scale, whose weights autograd saves itself."""
-    _train(_both(api, strategy, units), LOSSES[loss])
+    _train(
+        in_either_api(api, _Net, units, strategy=strategy, keeps_root=True),
+        LOSSES[loss],
+    )

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdp_c import FSDPModule, fully_shard
-from helpers.models import CASES, Inputs
+from helpers.models import CASES, Inputs, vectors
 from helpers.reference import (
     Differential,
     assert_same,
@@ -164,3 +164,35 @@ class Rows(Differential):
         yield
         for module in modules:
             module.reshard()
+
+
+def in_either_api(
+    api: str,
+    build: Callable[[], nn.Module],
+    units: Iterable[type[nn.Module]],
+    make_batch: Callable[[torch.Generator], Inputs] = vectors,
+    *,
+    strategy: str = "FULL_SHARD",
+    keeps_root: bool = False,
+) -> Differential:
+    """Shard by "FSDP" (with original parameters), "FSDP flat" or "fully_shard".
+
+    ``fully_shard`` reshards where ``strategy`` is FULL_SHARD. With ``keeps_root`` the
+    root does not, so what autograd saved of its parameters is there in backward.
+    """
+    if api == "fully_shard":
+        reshards = None if keeps_root else True
+        if strategy != "FULL_SHARD":
+            reshards = False
+        return Rows(
+            build,
+            lambda module: shard_units(module, units, reshard_after_forward=reshards),
+            make_batch,
+        )
+    return Differential.of_units(
+        lambda: build().double(),
+        units,
+        lambda generator: as_double(make_batch(generator)),
+        use_orig_params=api == "FSDP",
+        strategy=strategy,
+    )

@@ -42,10 +42,10 @@ fsdp_status fsdp_counting_device_hold(fsdp_counting_device *device,
   return FSDP_OK;
 }
 
-/* What was held is given back: that always fits. */
-static void drop(fsdp_counting_device *device, fsdp_counted purpose,
-                 int64_t nbytes) {
-  (void)!fsdp_counting_device_hold(device, purpose, -nbytes, NULL);
+void fsdp_counting_device_drop(fsdp_counting_device *device,
+                               fsdp_counted purpose, int64_t nbytes) {
+  (void)!fsdp_counting_device_hold(device, purpose, -nbytes,
+                                   NULL); /* it fits */
 }
 
 /* Memory at an address that nobody reads or writes. */
@@ -81,7 +81,7 @@ done:
 static void block_free(void *context, void *block, int64_t nbytes,
                        fsdp_event *last_use) {
   (void)block, (void)last_use;
-  drop(context, FSDP_COUNTED_BLOCKS, nbytes);
+  fsdp_counting_device_drop(context, FSDP_COUNTED_BLOCKS, nbytes);
 }
 
 /* Of saved tensors: kept until the plan ends. */

@@ -140,6 +140,10 @@ FSDP_NODISCARD fsdp_status
 fsdp_counting_device_hold(fsdp_counting_device *device, fsdp_counted purpose,
                           int64_t nbytes, fsdp_error *error);
 
+/* Gives back `nbytes` of what is held for `purpose`. */
+void fsdp_counting_device_drop(fsdp_counting_device *device,
+                               fsdp_counted purpose, int64_t nbytes);
+
 /* A token of a gradient of `nbytes`, held from now on until it is released. */
 FSDP_NODISCARD fsdp_status
 fsdp_counting_device_make_grad(fsdp_counting_device *device, int64_t nbytes,

@@ -3,12 +3,6 @@
 
 #include "plan/counting_port.h"
 
-/* What was held is given back: that always fits. */
-static void drop(fsdp_counting_device *device, fsdp_counted purpose,
-                 int64_t nbytes) {
-  (void)!fsdp_counting_device_hold(device, purpose, -nbytes, NULL);
-}
-
 static fsdp_status show_params(void *context, void *owner, fsdp_view view,
                                void *const *segments, fsdp_error *error) {
   (void)context, (void)owner, (void)view, (void)segments, (void)error;
@@ -88,7 +82,8 @@ static void grads_free(void *context, void *owner) {
   for (int64_t i = 0; i < num_segments; i++) {
     if (!unit->has_grad_shard[i]) continue;
     unit->has_grad_shard[i] = false;
-    drop(context, grad_purpose(unit), grad_shard_nbytes(unit, i));
+    fsdp_counting_device_drop(context, grad_purpose(unit),
+                              grad_shard_nbytes(unit, i));
   }
 }
 
@@ -116,7 +111,8 @@ done:
 }
 
 static void grad_release(void *context, void *token) {
-  drop(context, FSDP_COUNTED_PENDING_GRADS, (int64_t)(uintptr_t)token - 1);
+  fsdp_counting_device_drop(context, FSDP_COUNTED_PENDING_GRADS,
+                            (int64_t)(uintptr_t)token - 1);
 }
 
 static fsdp_status reduce_hook(void *context, void *owner, fsdp_lane lane,
