@@ -96,6 +96,17 @@ SWITCHES = (
         "the number of devices",
         "ranks on this host, for HYBRID_SHARD without groups; torchrun sets it",
     ),
+    Switch(
+        "NCCL_GRAPH_REGISTER",
+        "0, set by capture_step",
+        "NCCL's: 1 registers the buffers of captured collectives, which expandable "
+        "segments of torch's allocator do not allow",
+    ),
+    Switch(
+        "NCCL_LAUNCH_ORDER_IMPLICIT",
+        "1, set by import fsdp_c",
+        "NCCL's: 0 starts kernels of different communicators in any order",
+    ),
 )
 
 # Read by setup.py.
