@@ -4,6 +4,7 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <iterator>
 
 #include "torch/guard.hpp"
 #include "torch/step_stream.hpp"
@@ -470,27 +471,28 @@ void show_hidden_grads(Unit &unit) {
 
 // The tensors of a parameter are one for the user, who sees now this one and
 // now that: the one that was set since the last look counts. Flat parameters
-// count alone.
+// count alone. An original parameter is a single tensor, but beside tensor
+// parallelism.
 void show_requires_grad(Unit &unit) {
   for (Param &param : unit.params) {
+    const bool is_original = !unit.is_by_rows && unit.use_orig_params;
+    if (is_original && !param.parallel.defined()) continue;
+    const bool is_flat = !unit.is_by_rows && !unit.use_orig_params;
     const at::Tensor &shown = unit.is_by_rows ? param.sharded_param.param
-                              : unit.use_orig_params
-                                  ? param.tensor
-                                  : segment_of(unit, param).flat_param;
+                              : is_flat ? segment_of(unit, param).flat_param
+                                        : param.tensor;
     if (!shown.defined()) continue;
     const at::Tensor *const tensors[] = {&shown, &param.tensor, &param.leaf()};
-    bool wants_grad = shown.requires_grad();
-    for (const at::Tensor *tensor : tensors) {
-      if (!unit.is_by_rows && !unit.use_orig_params) break;
-      if (tensor->requires_grad() != param.required_grad) {
-        wants_grad = !param.required_grad;
-      }
+    const auto was_set = [&param](const at::Tensor *tensor) {
+      return tensor->requires_grad() != param.required_grad;
+    };
+    if (is_flat) {
+      param.required_grad = shown.requires_grad();
+    } else if (std::any_of(std::begin(tensors), std::end(tensors), was_set)) {
+      param.required_grad = !param.required_grad;
     }
-    param.required_grad = wants_grad;
     for (const at::Tensor *tensor : tensors) {
-      if (tensor->requires_grad() != wants_grad) {
-        tensor->set_requires_grad(wants_grad);
-      }
+      if (was_set(tensor)) tensor->set_requires_grad(param.required_grad);
     }
   }
 }
