@@ -38,6 +38,13 @@ static fsdp_status check_call(const fsdp_nccl_transport *transport,
   return FSDP_OK;
 }
 
+/* The channel that has the call's communicator. */
+static fsdp_channel channel_of(const fsdp_nccl_transport *transport,
+                               const fsdp_call *call) {
+  return transport->options.splits_channels ? call->channel
+                                            : FSDP_CHANNEL_GATHER;
+}
+
 /* Gives one collective to NCCL, on the channel's communicator and stream. */
 static int enqueue(const fsdp_nccl_transport *transport,
                    const fsdp_nccl_channel *channel,
@@ -174,7 +181,8 @@ fsdp_status fsdp_nccl_priv_group_begin(fsdp_transport *base,
   if (status != FSDP_OK) return status;
   status = fsdp_nccl_priv_first_error(transport, true, error);
   if (status != FSDP_OK) return status;
-  fsdp_nccl_channel *channel = &transport->channels[call->channel];
+  fsdp_nccl_channel *channel =
+      &transport->channels[channel_of(transport, call)];
   /* Drop what a caller left behind that stopped half-way. */
   channel->num_collectives = 0;
   channel->is_group_open = true;
@@ -186,19 +194,21 @@ fsdp_status fsdp_nccl_priv_group_end(fsdp_transport *base,
   fsdp_nccl_transport *transport = fsdp_nccl_priv_of(base);
   const fsdp_status status = check_call(transport, call, error);
   if (status != FSDP_OK) return status;
-  if (!transport->channels[call->channel].is_group_open) {
+  const fsdp_channel index = channel_of(transport, call);
+  if (!transport->channels[index].is_group_open) {
     return FSDP_FAIL(error, FSDP_INVALID_STATE,
                      "group_end without group_begin on channel %d",
                      (int)call->channel);
   }
-  return issue(transport, call->channel, error);
+  return issue(transport, index, error);
 }
 
 /* Issues a checked collective now, or with its group. */
 static fsdp_status add(fsdp_nccl_transport *transport, const fsdp_call *call,
                        const fsdp_nccl_collective *collective, uint64_t *ticket,
                        fsdp_error *error) {
-  fsdp_nccl_channel *channel = &transport->channels[call->channel];
+  const fsdp_channel index = channel_of(transport, call);
+  fsdp_nccl_channel *channel = &transport->channels[index];
   fsdp_status status = FSDP_OK;
   if (collective->numel > 0) {
     void *collectives = channel->collectives;
@@ -230,8 +240,7 @@ static fsdp_status add(fsdp_nccl_transport *transport, const fsdp_call *call,
     channel->collectives[channel->num_collectives++] = *collective;
   }
   if (ticket != NULL) *ticket = 0; /* there is nothing to wait for */
-  return channel->is_group_open ? FSDP_OK
-                                : issue(transport, call->channel, error);
+  return channel->is_group_open ? FSDP_OK : issue(transport, index, error);
 }
 
 fsdp_status fsdp_nccl_watch_replay(fsdp_transport *base, void *stream,

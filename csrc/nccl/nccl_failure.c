@@ -153,7 +153,8 @@ fsdp_status fsdp_nccl_priv_fail_result(fsdp_nccl_transport *transport,
     if (last != NULL) (void)snprintf(said, sizeof said, "%s", last);
   }
 
-  fsdp_nccl_priv_format_operation(index, &issued, operation, sizeof operation);
+  fsdp_nccl_priv_format_operation(transport, index, &issued, operation,
+                                  sizeof operation);
   (void)FSDP_FAIL(&cause, FSDP_BACKEND,
                   "rank %" PRId64 " of %" PRId64
                   ": %s failed at %s with NCCL result %d (%s%s%s)",
@@ -171,7 +172,8 @@ fsdp_status fsdp_nccl_priv_fail_slow(fsdp_nccl_transport *transport,
   (void)pthread_mutex_lock(&transport->lock);
   const fsdp_nccl_operation last = transport->channels[channel].last;
   (void)pthread_mutex_unlock(&transport->lock);
-  fsdp_nccl_priv_format_operation(channel, &last, operation, sizeof operation);
+  fsdp_nccl_priv_format_operation(transport, channel, &last, operation,
+                                  sizeof operation);
   (void)FSDP_FAIL(&cause, FSDP_BACKEND,
                   "rank %" PRId64 " of %" PRId64
                   ": %s on the host is still in progress after %" PRId64

@@ -116,11 +116,13 @@ bool fsdp_nccl_priv_wait_until_free(fsdp_nccl_transport *transport,
 
 /* ---- nccl_words.c ---------------------------------------------------------*/
 
-/* Writes "operation 17 of the gathers (all_gather of unit 'x')". */
-void fsdp_nccl_priv_format_operation(fsdp_channel channel,
+/* Writes "operation 17 of the collectives (all_gather of unit 'x')"; where
+ * channels are split, "of the gathers". */
+void fsdp_nccl_priv_format_operation(const fsdp_nccl_transport *transport,
+                                     fsdp_channel channel,
                                      const fsdp_nccl_operation *operation,
                                      char *text, size_t text_nbytes);
-/* This rank's position: its last operation on both channels. */
+/* This rank's position: its last operation on each channel. */
 void fsdp_nccl_priv_format_position(fsdp_nccl_transport *transport, char *out,
                                     size_t out_nbytes);
 /* Writes this rank's position, and why it ended, to the store. False when the

@@ -97,6 +97,9 @@ typedef struct fsdp_nccl_options {
   /* Copied. NULL: only NCCL's own errors are watched, not operations. */
   const fsdp_nccl_events *events;
   fsdp_nccl_tuning tuning; /* the same on all ranks */
+  /* Whether reductions have a communicator of their own beside the gathers'.
+   * The same on all ranks. */
+  bool splits_channels;
   /* Whether to open symmetric windows over the blocks, if this rank can and the
    * others agree; see Note [Symmetric windows] in nccl_windows.c. Rank 0's
    * value counts. */
@@ -109,8 +112,8 @@ typedef struct fsdp_nccl_options {
 } fsdp_nccl_options;
 
 /* 10 minutes for meeting and for operations (as c10d), 2 seconds of grace, 2
- * seconds to leave, a period of 200 ms, NCCL's own tuning; no prefix, no
- * events, no owner. Cannot fail. */
+ * seconds to leave, a period of 200 ms, NCCL's own tuning, one communicator;
+ * no prefix, no events, no owner. Cannot fail. */
 void fsdp_nccl_options_init(fsdp_nccl_options *options);
 
 /*

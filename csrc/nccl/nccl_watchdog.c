@@ -53,7 +53,8 @@ static void fail_hung(fsdp_nccl_transport *transport, fsdp_channel index,
                       const fsdp_nccl_operation *oldest) {
   fsdp_error cause;
   char operation[FSDP_NCCL_LABEL_NBYTES + 64];
-  fsdp_nccl_priv_format_operation(index, oldest, operation, sizeof operation);
+  fsdp_nccl_priv_format_operation(transport, index, oldest, operation,
+                                  sizeof operation);
   (void)FSDP_FAIL(&cause, FSDP_BACKEND,
                   "rank %" PRId64 " of %" PRId64
                   ": %s did not end within %" PRId64

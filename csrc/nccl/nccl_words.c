@@ -35,11 +35,18 @@ static void append(message *out, const char *format, ...) {
   out->nbytes -= written;
 }
 
-void fsdp_nccl_priv_format_operation(fsdp_channel channel,
+static const char *kind_of(const fsdp_nccl_transport *transport,
+                           fsdp_channel channel) {
+  if (!transport->options.splits_channels) return "collectives";
+  return channel == FSDP_CHANNEL_GATHER ? "gathers" : "reductions";
+}
+
+void fsdp_nccl_priv_format_operation(const fsdp_nccl_transport *transport,
+                                     fsdp_channel channel,
                                      const fsdp_nccl_operation *operation,
                                      char *out, size_t out_nbytes) {
   message result = {out, out_nbytes};
-  const char *kind = channel == FSDP_CHANNEL_GATHER ? "gathers" : "reductions";
+  const char *kind = kind_of(transport, channel);
   if (operation->sequence == 0) {
     append(&result, "the start of the %s", kind);
     return;
@@ -51,14 +58,16 @@ void fsdp_nccl_priv_format_operation(fsdp_channel channel,
 void fsdp_nccl_priv_format_position(fsdp_nccl_transport *transport, char *out,
                                     size_t out_nbytes) {
   message result = {out, out_nbytes};
+  const int num_channels =
+      transport->options.splits_channels ? FSDP_NUM_CHANNELS : 1;
   out[0] = 0;
-  for (int i = 0; i < FSDP_NUM_CHANNELS; i++) {
+  for (int i = 0; i < num_channels; i++) {
     char operation[FSDP_NCCL_LABEL_NBYTES + 64];
     (void)pthread_mutex_lock(&transport->lock);
     const fsdp_nccl_operation last = transport->channels[i].last;
     (void)pthread_mutex_unlock(&transport->lock);
-    fsdp_nccl_priv_format_operation((fsdp_channel)i, &last, operation,
-                                    sizeof operation);
+    fsdp_nccl_priv_format_operation(transport, (fsdp_channel)i, &last,
+                                    operation, sizeof operation);
     append(&result, "%s%s", i == 0 ? "at " : ", ", operation);
   }
 }

@@ -54,6 +54,12 @@ SWITCHES = (
         "1: register the arena's blocks with NCCL, for zero-copy collectives",
     ),
     Switch(
+        "FSDP_C_NCCL_SPLIT",
+        "0",
+        "1: reductions have a communicator of their own beside the gathers'; the "
+        "same on all ranks",
+    ),
+    Switch(
         "FSDP_C_NCCL_SYMMETRIC",
         "0",
         "1: the arena's blocks become NCCL's symmetric windows where all ranks use "

@@ -27,6 +27,7 @@ fsdp_nccl_options nccl_fixture_options(void) {
   options.leave_ms = 60000;
   options.poll_ms = 3600000;
   options.events = &g_events;
+  options.splits_channels = true;
   return options;
 }
 
@@ -74,7 +75,9 @@ void nccl_fixture_leave(fsdp_transport *transport) {
 
 void nccl_fixture_connect(fsdp_transport *transport) {
   fsdp_nccl_transport *self = fsdp_nccl_priv_of(transport);
-  for (int i = 0; i < FSDP_NUM_CHANNELS; i++) {
+  const int num_channels =
+      self->options.splits_channels ? FSDP_NUM_CHANNELS : 1;
+  for (int i = 0; i < num_channels; i++) {
     const fsdp_channel channel = (fsdp_channel)i;
     CHECK_OK(fsdp_nccl_priv_lock_channel(self, channel, NULL));
     CHECK_OK(fsdp_nccl_priv_connect(self, channel, NULL));

@@ -23,6 +23,42 @@ TEST(test_two_communicators) {
   nccl_fixture_leave(second);
 }
 
+/* By default gathers and reductions share one; NCCL runs them in the order of
+ * the calls, also from two streams. */
+TEST(test_one_communicator) {
+  fsdp_nccl_options options = nccl_fixture_options();
+  options.splits_channels = false;
+  fsdp_transport *transport = nccl_fixture_join(&options, 0, 2);
+  CHECK_TEXT(nccl_fake_store_text("p/id/gather"), "id0");
+  CHECK_LINES(nccl_fake_tape(), "init 0 id0 rank 0/2");
+  nccl_fake_clear_tape();
+  CHECK_OK(nccl_fixture_unit(transport, true, NULL));
+  CHECK_LINES(nccl_fake_tape(),
+              "group_start; all_gather 0 u8 16 +16 +0 s1; "
+              "all_gather 0 u8 8 +512 +64 s1; group_end; group_start; "
+              "reduce_scatter 0 f32 4 +0 +0 op0 s2; "
+              "reduce_scatter 0 f32 2 +64 +64 op0 s2; group_end");
+  nccl_fixture_leave(transport);
+}
+
+TEST(test_a_position_on_one_communicator) {
+  fsdp_nccl_options options = nccl_fixture_quick_options();
+  options.splits_channels = false;
+  options.timeout_ms = 100;
+  options.grace_ms = 0;
+  fsdp_transport *transport = nccl_fixture_join(&options, 0, 1);
+  fsdp_error error = {0};
+  nccl_fake_hold_events(true);
+  CHECK_OK(nccl_fixture_unit(transport, true, NULL));
+  nccl_fixture_wait_for_aborts(1);
+  CHECK_FAILS(nccl_fixture_gather(transport, "late", &error), FSDP_BACKEND,
+              error.message,
+              "rank 0 of 1: operation 1 of the collectives (all_gather of unit "
+              "'a') did not end within 100 ms: another rank has not come to "
+              "it, or the network does not answer");
+  nccl_fixture_leave(transport);
+}
+
 /* One launch per unit in forward, two in backward. */
 TEST(test_tape_of_a_unit) {
   fsdp_transport *transport = nccl_fixture_open(1, 4);

@@ -29,7 +29,7 @@ def run(folder: Path, scenario: str) -> str:
 @pytest.mark.skipif(ACCELERATOR != "sim", reason="its program loads that device")
 def test_models_that_nothing_frees(tmp_path: Path) -> None:
     """Before the device is shut down, the process leaves its groups by itself."""
-    assert run(tmp_path, "leaks") == "0 of 2 communicators left\n"
+    assert run(tmp_path, "leaks") == "0 of 1 communicators left\n"
 
 
 def test_the_stores_host_is_stopped_before_the_ranks_meet(tmp_path: Path) -> None:

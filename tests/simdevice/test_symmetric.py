@@ -74,6 +74,7 @@ def run(
     """Train with the switch; return losses and parameters."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(SWITCH, switch)
+        patch.setenv("FSDP_C_NCCL_SPLIT", "1")
         group = dist.new_group()
         model = make(group)
         results = train(model, 14, rank)

@@ -260,6 +260,7 @@ std::shared_ptr<fsdp_transport> join_nccl(
   options.timeout_ms = timeout_ms;
   options.events = &events;
   options.tuning = core_tuning(tuning);
+  options.splits_channels = is_switched_on("FSDP_C_NCCL_SPLIT");
   options.is_symmetric = is_switched_on("FSDP_C_NCCL_SYMMETRIC");
   options.release = release_owner;
   options.owner = owner.get();
