@@ -209,3 +209,57 @@ def test_reduce_scatter_unused_params() -> None:
     model(torch.ones(2, DIM), uses).sum().backward()
     assert model.blocks[0].scale.grad is None
     assert fsdp_c.memory_stats(model)["num_units"] == 3
+
+
+class _Half(nn.Module):
+    """A rank uses one of two layers in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2))
+
+    def forward(self, x: Tensor, use: Tensor) -> Tensor:
+        return torch.tanh(self.layers[int(use)](x))
+
+
+class _Twice(nn.Module):
+    """Two calls. Backward comes to ``first`` after all gradients of its unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(DIM, DIM)
+        self.first = nn.Tanh()
+        self.part = _Half()
+
+    def forward(self, x: Tensor, uses: Tensor) -> Tensor:
+        calls = [self.part(self.first(self.inp(x)), use) for use in uses]
+        return torch.stack(calls).sum(0)
+
+
+def _one_unit(model: Any) -> Any:
+    fully_shard([model.first, model.part])
+    return fully_shard(model)
+
+
+def _one_of_two(generator: torch.Generator) -> Inputs:
+    uses = torch.rand(2, generator=generator) < 0.5
+    return torch.randn(4, DIM, generator=generator), uses
+
+
+@pytest.mark.parametrize("transport", [OWN, "c10d"])
+@distributed(world_size=2)
+def test_a_rank_that_is_done_sooner_with_a_unit(transport: str) -> None:
+    """It does not gather the unit for a module without parameters: others do not.
+
+    A rank with gradients of all parameters reshards when they have come, one without
+    when backward has left the unit.
+    """
+    with over(transport):
+        both = Rows(_Twice, _one_unit, _one_of_two)
+        for _ in range(8):
+            batches = both.batches()
+            both.zero_grad()
+            losses = [both.reference(*batch).square().mean() for batch in batches]
+            torch.stack(losses).mean().backward()
+            both.model(*batches[both.rank]).square().mean().backward()
+            both.checked_step()

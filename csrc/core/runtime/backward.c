@@ -83,6 +83,11 @@ static fsdp_status begin_unshard(fsdp_unit *unit, fsdp_error *error) {
              : fsdp_unit_priv_unshard(unit, error);
 }
 
+/* Whether all gradients of the unit have come, and only inputs have not. */
+static bool has_settled(const fsdp_unit *unit) {
+  return unit->step.expected_grads == 0 && unit->step.expected_inputs > 0;
+}
+
 fsdp_status fsdp_unit_pre_backward(fsdp_unit *unit, fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
   fsdp_status status = FSDP_OK;
@@ -99,6 +104,9 @@ fsdp_status fsdp_unit_pre_backward(fsdp_unit *unit, fsdp_error *error) {
   FSDP_TRY(enter_backward(unit, &local));
   if (unit != engine->root) engine->has_entered = true;
   if (!is_first && unit->state == FSDP_UNIT_UNSHARDED) return FSDP_OK;
+  /* Nothing uses its parameters any more. A rank that uses other ones has not
+   * resharded it yet, and would not gather it with this one. */
+  if (has_settled(unit)) return FSDP_OK;
 
   fsdp_order_pre_backward(engine->order, unit->index);
   FSDP_TRY(begin_unshard(unit, &local));
@@ -178,7 +186,7 @@ static fsdp_status go_on(fsdp_unit *unit, fsdp_error *error) {
   const fsdp_prefetch prefetch = unit->options.backward_prefetch;
   fsdp_status status = FSDP_OK;
   if (unit->step.expected_grads > 0) return FSDP_OK;
-  if (unit->step.expected_inputs > 0) return settle_grads(unit, error);
+  if (has_settled(unit)) return settle_grads(unit, error);
   const bool is_late = prefetch == FSDP_PREFETCH_PRE && prefetches_late(unit);
   FSDP_TRY(complete_grads(unit, error));
   if (fsdp_unit_priv_has_prefetches(unit, FSDP_PASS_BACKWARD)) return FSDP_OK;
