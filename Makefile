@@ -74,7 +74,11 @@ cuda-test: ## the tests on a fake CUDA, without a GPU (docs/internals/fakecuda.m
 cuda-smoke: ## the fake CUDA itself, and sharded models on it
 	$(MAKE) cuda-test CUDA_TESTS=tests/fakecuda CUDA_FLAGS=--one-each
 
+# Without a toolkit: headers that torch's packages lack.
 on-fake-cuda: $(BUILT)
+	test -e "$${CUDA_HOME:-/usr/local/cuda}/include/crt/host_defines.h" || \
+	  python -m pip install -q --no-deps $$(python -c 'import torch; \
+	  print(*(f"nvidia-cuda-{name}=={torch.version.cuda}.*" for name in ("crt", "cccl")))')
 	FSDP_C_TEST_DEVICE=cuda PYTHONPATH=tests python -m fakecuda \
 	  python -m pytest $(CUDA_TESTS) $(CUDA_FLAGS)
 

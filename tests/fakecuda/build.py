@@ -34,17 +34,22 @@ def _site() -> Path:
 
 
 def cuda_include() -> Path:
-    """Return the folder of CUDA's headers: the toolkit's, or what torch brought.
+    """Return the folder of CUDA's headers: the toolkit's, or those of packages.
 
     Raises:
         FileNotFoundError: There are none.
     """
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     found = [Path(home, "include"), *_site().glob("nvidia/*/include")]
+    needed = ("cuda_runtime_api.h", "cuda.h", "crt/host_defines.h")
     for folder in found:
-        if (folder / "cuda_runtime_api.h").exists() and (folder / "cuda.h").exists():
+        if all((folder / name).exists() for name in needed):
             return folder
-    raise FileNotFoundError(f"no cuda_runtime_api.h in {', '.join(map(str, found))}")
+    folders = ", ".join(map(str, found))
+    raise FileNotFoundError(
+        f"not all of {', '.join(needed)} in {folders}; torch brings some of them, the "
+        "packages nvidia-cuda-crt and nvidia-cuda-cccl of its CUDA version the others"
+    )
 
 
 def _sources(*rooms: str) -> list[Path]:
