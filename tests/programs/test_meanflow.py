@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import jvp
 
 from fsdp_c import FSDP, fully_shard
-from helpers.distributed import distributed
+from helpers.distributed import TEST_DEVICE, distributed
 from helpers.reference import assert_same_tensors, clean_name
 from programs.unsharded import draw, mean_over_ranks
 
@@ -88,7 +88,7 @@ def _shard(model: nn.Module, api: str) -> Any:
             recurse or isinstance(module, _Layer)
         ),
         use_orig_params=api == "FSDP",
-        device_id=torch.device("cpu"),
+        device_id=torch.device(TEST_DEVICE),
     )
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from helpers.distributed import distributed
+from helpers.distributed import TEST_DEVICE, distributed
 from helpers.impl import fsdp
 from helpers.models import VOCAB, Transformer, TransformerBlock
 from helpers.reference import assert_same
@@ -51,7 +51,7 @@ def _build() -> nn.Module:
 
 
 def _tokens(step: int, rank: int) -> Tensor:
-    generator = torch.Generator().manual_seed(10 * step + rank)
+    generator = torch.Generator(TEST_DEVICE).manual_seed(10 * step + rank)
     return torch.randint(0, VOCAB, (3, TIME + 1 + NUM_AHEAD), generator=generator)
 
 
