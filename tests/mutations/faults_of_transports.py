@@ -89,14 +89,9 @@ FAULTS = (
     ),
     # NCCL: launches.
     nccl_fault(
-        "nobody asks NCCL for the order of launches",
-        "fsdp_nccl_priv_order_launches",
-        never("is_ordered(transport)"),
-    ),
-    nccl_fault(
         "two threads launch at once",
         "fsdp_nccl_priv_begin_launch",
-        never("is_ordered(transport)"),
+        ("if (!is_ordered(transport))", "if (MUTANT || !is_ordered(transport))"),
     ),
     # NCCL: communicators.
     nccl_fault(

@@ -58,8 +58,9 @@ static inline int fsdp_is_mutant(const char *name) {
 
 def body_of(text: str, function: str) -> tuple[int, int] | None:
     """Return where the body of a function begins and ends."""
+    result = "" if "~" in function else r"[A-Za-z][\w:<>,*&\s]*[\s*&]"
     definition = re.compile(
-        rf"^[ \t]*[A-Za-z][\w:<>,*&\s]*[\s*&]{re.escape(function)}\([^;{{}}]*\)"
+        rf"^[ \t]*{result}{re.escape(function)}\([^;{{}}]*\)"
         r"\s*(?:const|noexcept|override|\s)*\{",
         re.MULTILINE,
     )
