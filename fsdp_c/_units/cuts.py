@@ -103,18 +103,19 @@ def as_dtensor(
 
     ``local`` may be on another device than the mesh.
     """
-    on_mesh = local
-    if local.device.type not in (mesh.device_type, "meta"):  # from_local() would move
-        on_mesh = torch.empty_like(local, device=mesh.device_type)
+    is_elsewhere = local.device.type not in (mesh.device_type, "meta")
     with torch.no_grad():
         result = DTensor.from_local(
-            on_mesh,
+            # It would move what is elsewhere.
+            torch.empty_like(local, device="meta") if is_elsewhere else local,
             mesh,
             placements,
             run_check=False,
             shape=shape,
             stride=torch.empty(shape, device="meta").stride(),
         )
+    if is_elsewhere:  # a DTensor has the device of its local tensor
+        return DTensor(local, result._spec, requires_grad=False)  # type: ignore[no-untyped-call]
     # That is a view, which would keep the memory that `local` leaves.
     result._local_tensor = local
     return result

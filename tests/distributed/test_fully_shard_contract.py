@@ -57,7 +57,7 @@ def test_refused_arguments() -> None:
     assert not any(isinstance(p, DTensor) for p in linear.parameters())
 
 
-@pytest.mark.cpu_only("it makes values on the CPU")
+@pytest.mark.skipif(TEST_DEVICE == "sim", reason="no DTensor of host memory")
 @distributed(world_size=2)
 def test_refusals() -> None:
     """What is not supported is named."""
