@@ -135,7 +135,10 @@ class FullyShardedDataParallel(OptimStateMethods, GradientMethods, TorchClass):
         check_params(module, ignored.params, config.device_mesh)
         group = config.groups.process_group
         device = choose_device(
-            config.device_id, unsharded_params(module, ignored.params), group
+            config.device_id,
+            unsharded_params(module, ignored.params),
+            (unit.compute_device for unit in self.fsdp_modules(module)),
+            group,
         )
         for_children = {**arguments, "device_id": device}
         auto_wrap(module, config, for_children, ignored, self._make)

@@ -87,11 +87,13 @@ def synchronize(devices: Iterable[torch.device]) -> None:
 def choose_device(
     device_id: torch.device | None,
     named_params: Iterable[tuple[str, nn.Parameter]],
+    units_within: Iterable[torch.device],
     process_group: ProcessGroup,
 ) -> torch.device:
     """Return the device to compute on.
 
-    Without ``device_id`` it is the parameters' own device. Parameters on the CPU
+    Without ``device_id`` it is the parameters' own device; a module without parameters
+    of its own takes the device of the units within it. Parameters on the CPU
     (or on meta) go to the current accelerator, as in FSDP1, if the group has a
     backend of its own for that (NCCL); with gloo alone they stay on the CPU.
     """
@@ -117,7 +119,8 @@ def choose_device(
         )
     if others:
         return next(iter(others))
-    return _accelerator_of_group(process_group) or CPU
+    within = None if first else next(iter(units_within), None)
+    return within or _accelerator_of_group(process_group) or CPU
 
 
 def _accelerator_of_group(process_group: ProcessGroup) -> torch.device | None:
