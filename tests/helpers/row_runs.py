@@ -446,7 +446,9 @@ class RowRun(Differential):
                 self.sharded[name].requires_grad_(param.requires_grad)
 
     def on_convert(self) -> None:
-        self.model.to(torch.get_default_device())
+        # Shards in host memory stay there.
+        is_moved = not self.program.offloads
+        self.model.to(torch.get_default_device() if is_moved else None)
 
     def on_set_reshards(self) -> None:
         for module in self.modules():
