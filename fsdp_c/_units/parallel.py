@@ -142,8 +142,8 @@ class ParallelParams:
     def whole(self, uses: Sequence[ParamUse]) -> Iterator[None]:
         """Register DTensors over the summoned parameters, for a while.
 
-        Gradients are DTensors too, where they are whole. If the user sets another
-        gradient, or None, the parameter gets it afterwards.
+        Gradients are DTensors too, where they are whole and not offloaded. If the user
+        sets another gradient, or None, the parameter gets it afterwards.
         """
         grads: dict[nn.Parameter, Tensor | None] = {}
         for param, cut in self.cuts.items():
@@ -151,7 +151,10 @@ class ParallelParams:
             dtensor = as_dtensor(param.detach(), cut.shape, *cut.parallel)
             shown = nn.Parameter(dtensor, param.requires_grad)
             grad = param.grad
-            if grad is not None and grad.shape == param.shape:
+            if grad is not None and (grad.shape, grad.device) == (
+                param.shape,
+                param.device,
+            ):
                 shown.grad_dtype = grad.dtype  # not reduced: it may be another one
                 shown.grad = as_dtensor(grad, cut.shape, *cut.parallel)
             grads[param] = shown.grad
