@@ -215,7 +215,7 @@ CUresult cuMemSetAccess(CUdeviceptr address, size_t nbytes,
                                  "%zu bytes at %p are not mapped", nbytes,
                                  (void *)address);
   }
-  if (!fake_is_noop()) memset((void *)address, FAKE_POISON, nbytes);
+  if (!fakecuda_is_noop()) memset((void *)address, FAKE_POISON, nbytes);
   return CUDA_SUCCESS;
 }
 

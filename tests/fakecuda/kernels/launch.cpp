@@ -15,6 +15,8 @@ extern "C" {
 // Of the runtime (tests/fakecuda/runtime/fake.h).
 int fakecuda_push(void *stream, void (*task)(void *), void (*drop)(void *),
                   void *argument, uint64_t *ticket);
+bool fakecuda_is_noop(void);
+void fakecuda_count_launch(void);
 }
 
 namespace fakecuda {
@@ -127,7 +129,7 @@ void run_together(const Launch &launch) {
 
 void run_launch(void *argument) {
   const auto &launch = *static_cast<const Launch *>(argument);
-  if (std::getenv("FAKE_CUDA_NOOP") != nullptr) return;
+  if (fakecuda_is_noop()) return;
   bool is_alone = false;
   {
     const std::lock_guard<std::mutex> lock(alone_mutex);
@@ -177,6 +179,7 @@ void launch(const void *kernel, unsigned num_blocks, unsigned num_threads,
     (void)cudaLaunchKernel(kernel, grid, threads, nullptr, 0, stream);
     return;
   }
+  fakecuda_count_launch();
   auto *made = new Launch{kernel, num_blocks, num_threads, std::move(body)};
   (void)fakecuda_push(stream, run_launch, drop_launch, made, nullptr);
 }

@@ -55,10 +55,6 @@ bool fake_nccl_keeps_order(void) {
   return keeps_order;
 }
 
-static bool is_noop(void) {
-  return getenv("FAKE_CUDA_NOOP") != NULL;
-}
-
 /* ---- Running, on the stream's thread ------------------------------------- */
 
 static const char *const kind_names[] = {"an all-gather", "a reduce-scatter",
@@ -170,7 +166,8 @@ static bool run_collective(comm *self, const operation *op) {
                            ? read_scalar(op->scale_on_device, op->dtype)
                            : op->scale;
   const bool writes = op->kind != BROADCAST || self->rank == op->root;
-  for (size_t offset = 0; offset < total && !is_noop(); offset += at_once) {
+  for (size_t offset = 0; offset < total && !fakecuda_is_noop();
+       offset += at_once) {
     const size_t left = total - offset;
     const size_t numel = left < at_once ? left : at_once;
     if (writes) write_piece(self, op, offset, numel, scale);
@@ -272,8 +269,9 @@ static ncclResult_t enqueue(launch *self) {
   pthread_once(&order_once, read_order);
   pthread_mutex_lock(&own->mutex);
   const ncclResult_t result = own->result;
-  if (result != ncclSuccess) {
+  if (result != ncclSuccess || fakecuda_is_alone()) {
     pthread_mutex_unlock(&own->mutex);
+    if (result == ncclSuccess) count(&num_launches, 1);
     free(self->operations);
     free(self);
     return result == ncclInProgress ? ncclInvalidUsage : result;

@@ -178,13 +178,15 @@ static ncclResult_t create(comm **out, int num_ranks, const char *name,
   made->rank = rank;
   made->num_ranks = num_ranks;
   made->device = fakecuda_current_device();
-  made->num_references = 2;
-  made->result = ncclInProgress;
+  const bool is_alone = fakecuda_is_alone();
+  made->num_references = is_alone ? 1 : 2;
+  made->result = is_alone ? ncclSuccess : ncclInProgress;
   made->is_ours = is_ours;
   snprintf(made->name, sizeof made->name, "%s", name);
   pthread_mutex_init(&made->mutex, NULL);
   pthread_cond_init(&made->changed, NULL);
   *out = made;
+  if (is_alone) return ncclSuccess;
   if (pthread_create(&thread, NULL, join_in_thread, made) != 0) abort();
   pthread_detach(thread);
   if (!is_blocking) return ncclInProgress;
@@ -235,6 +237,11 @@ ncclResult_t ncclCommSplit(ncclComm_t parent, int color, int key,
   int num_ranks = 0;
   int rank = 0;
   char name[NAME_NBYTES] = "";
+  if (parent->segment == NULL) {
+    comm_fail(parent, ncclInvalidUsage,
+              "a split without the other ranks: their colors are not known");
+    return ncclInvalidUsage;
+  }
   meeting *where = segment_host_meeting(parent->segment);
   slot *mine = segment_slot(parent->segment, parent->rank);
   mine->color = color;

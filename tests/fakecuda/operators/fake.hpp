@@ -15,14 +15,13 @@ int fakecuda_push(void *stream, void (*task)(void *), void (*drop)(void *),
 bool fakecuda_is_idle(void *stream);
 uint64_t fakecuda_graph_of(void *stream);
 void fakecuda_fail(int code, const char *message);
+bool fakecuda_is_noop(void);
+void fakecuda_count_operator(void);
 }
 
 namespace fakecuda {
 
 using torch::jit::Stack;
-
-// Shapes only: tasks compute nothing, and memory is not touched.
-bool is_noop();
 
 // Enqueues `body` on the current stream. It must hold no tensor of the device:
 // memory is safe by the order of streams, or not at all, as on a GPU. When it

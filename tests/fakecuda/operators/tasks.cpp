@@ -37,15 +37,11 @@ void drop_body(void *argument) {
 
 }  // namespace
 
-bool is_noop() {
-  static const bool value = std::getenv("FAKE_CUDA_NOOP") != nullptr;
-  return value;
-}
-
 void enqueue(std::function<void()> body) {
   // For debugging: the host waits for every task.
   static const bool is_synchronous = std::getenv("FAKE_CUDA_SYNC") != nullptr;
-  if (is_noop()) body = [] {};
+  if (fakecuda_is_noop()) body = [] {};
+  fakecuda_count_operator();
   auto *kept = new std::function<void()>(std::move(body));
   void *stream = c10::cuda::getCurrentCUDAStream().stream();
   const int code = fakecuda_push(stream, run_body, drop_body, kept, nullptr);
@@ -173,7 +169,7 @@ void follow(const Entry &entry) {
 }  // namespace
 
 void poison_blocks() {
-  if (is_noop()) return;
+  if (fakecuda_is_noop()) return;
   // The runtime poisons what others hand out.
   if (c10::cuda::CUDACachingAllocator::name() != "native") return;
   c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker(follow);

@@ -17,7 +17,7 @@ typedef struct copy {
 
 static void run_copy(void *argument) {
   const copy *self = argument;
-  if (fake_is_noop() && self->nbytes > 4096) return;
+  if (fakecuda_is_noop() && self->nbytes > 4096) return;
   for (size_t i = 0; i < self->height; i++) {
     memmove(self->to + i * self->to_pitch, self->from + i * self->from_pitch,
             self->nbytes);
@@ -26,7 +26,7 @@ static void run_copy(void *argument) {
 
 static void run_fill(void *argument) {
   const copy *self = argument;
-  if (fake_is_noop() && self->nbytes > 4096) return;
+  if (fakecuda_is_noop() && self->nbytes > 4096) return;
   memset(self->to, self->value, self->nbytes);
 }
 

@@ -187,11 +187,20 @@ void fake_count(fake_counter counter) {
   atomic_fetch_add(&counters[counter], 1);
 }
 
+void fakecuda_count_launch(void) {
+  fake_count(FAKE_LAUNCHES);
+}
+
+void fakecuda_count_operator(void) {
+  fake_count(FAKE_OPERATORS);
+}
+
 long fakecuda_count(const char *name) {
   static const char *const names[FAKE_NUM_COUNTERS] = {
       [FAKE_MALLOCS] = "mallocs",
       [FAKE_FREES] = "frees",
       [FAKE_LAUNCHES] = "launches",
+      [FAKE_OPERATORS] = "operators",
       [FAKE_MEMCPYS] = "memcpys",
       [FAKE_EVENT_CREATES] = "event_creates",
       [FAKE_EVENT_RECORDS] = "event_records",

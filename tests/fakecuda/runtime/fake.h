@@ -161,7 +161,11 @@ FAKE_API bool fakecuda_is_one_region(const void *data, size_t nbytes);
 /* Takes a part of a device's memory, or gives it back. */
 bool fake_memory_take(int device, size_t nbytes);
 void fake_memory_give(int device, size_t nbytes);
-bool fake_is_noop(void);
+/* FAKE_CUDA_NOOP: shapes only. Nothing is computed, memory is not touched. */
+FAKE_API bool fakecuda_is_noop(void);
+/* FAKE_CUDA_NOOP=alone: besides, this process is rank 0 of ranks that do not
+ * exist. Nobody waits for anybody, so tasks run when they are enqueued. */
+FAKE_API bool fakecuda_is_alone(void);
 
 /* The limit of a device's memory; 0: what FAKE_CUDA_MEMORY says (80 GiB). */
 FAKE_API void fakecuda_set_memory(int device, size_t nbytes);
@@ -171,7 +175,8 @@ FAKE_API void fakecuda_set_memory(int device, size_t nbytes);
 typedef enum fake_counter {
   FAKE_MALLOCS,
   FAKE_FREES,
-  FAKE_LAUNCHES,
+  FAKE_LAUNCHES,  /* of csrc/cuda, and of torch's own, which are refused */
+  FAKE_OPERATORS, /* of torch, one or more launches each */
   FAKE_MEMCPYS,
   FAKE_EVENT_CREATES,
   FAKE_EVENT_RECORDS,
@@ -183,6 +188,9 @@ typedef enum fake_counter {
 } fake_counter;
 
 void fake_count(fake_counter counter);
+/* For libraries beside the runtime. */
+FAKE_API void fakecuda_count_launch(void);
+FAKE_API void fakecuda_count_operator(void);
 /* How often the calls of a kind were made so far; -1: there is no such kind. */
 FAKE_API long fakecuda_count(const char *name);
 

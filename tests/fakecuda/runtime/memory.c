@@ -1,5 +1,6 @@
 /* Memory of devices, pinned memory, what an address is. */
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -16,8 +17,26 @@ static size_t capacity;
 static size_t taken[FAKE_MAX_DEVICES];
 static size_t limits[FAKE_MAX_DEVICES];
 
-bool fake_is_noop(void) {
-  return getenv("FAKE_CUDA_NOOP") != NULL;
+enum { COMPUTES = 1, SHAPES_ONLY, ALONE };
+
+static int read_mode(void) {
+  static atomic_int kept; /* 0: not read yet */
+  int mode = atomic_load(&kept);
+  if (mode != 0) return mode;
+  const char *said = getenv("FAKE_CUDA_NOOP");
+  mode = said == NULL                 ? COMPUTES
+         : strcmp(said, "alone") == 0 ? ALONE
+                                      : SHAPES_ONLY;
+  atomic_store(&kept, mode);
+  return mode;
+}
+
+bool fakecuda_is_noop(void) {
+  return read_mode() != COMPUTES;
+}
+
+bool fakecuda_is_alone(void) {
+  return read_mode() == ALONE;
 }
 
 /* ---- Regions ------------------------------------------------------------- */
@@ -164,7 +183,7 @@ cudaError_t cudaMalloc(void **data, size_t nbytes) {
   FAKE_ALLOWED();
   fake_count(FAKE_MALLOCS);
   const cudaError_t code = take_memory(data, nbytes);
-  if (code == cudaSuccess && !fake_is_noop()) poison(*data);
+  if (code == cudaSuccess && !fakecuda_is_noop()) poison(*data);
   return fake_result(code);
 }
 
@@ -210,7 +229,7 @@ cudaError_t cudaMallocAsync(void **data, size_t nbytes, cudaStream_t handle) {
     FAKE_REFUSE(cudaErrorNotSupported, "the fake captures no allocation");
   }
   const cudaError_t code = take_memory(data, nbytes);
-  if (code == cudaSuccess && *data != NULL && !fake_is_noop()) {
+  if (code == cudaSuccess && *data != NULL && !fakecuda_is_noop()) {
     fake_stream_push(stream, poison, NULL, *data);
   }
   return fake_result(code);
@@ -309,7 +328,7 @@ cudaError_t cudaHostAlloc(void **data, size_t nbytes, unsigned flags) {
   *data = nbytes == 0 ? NULL : map(whole);
   if (nbytes == 0) return fake_result(cudaSuccess);
   if (*data == NULL) return fake_result(cudaErrorMemoryAllocation);
-  if (!fake_is_noop()) memset(*data, FAKE_POISON, whole);
+  if (!fakecuda_is_noop()) memset(*data, FAKE_POISON, whole);
   fake_region_add(
       &(fake_region){*data, whole, FAKE_PINNED, fakecuda_current_device()});
   return fake_result(cudaSuccess);
