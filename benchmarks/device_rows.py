@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from device_models import Size
+
+PARAM_DTYPE, REDUCE_DTYPE = torch.bfloat16, torch.float32
+DEVICE_NBYTES = 80 << 30
 
 SYNC = "reduced each time"
 UNSYNC = "reduced once"

@@ -32,6 +32,12 @@ def count(name: str) -> int:
     return found
 
 
+def num_collectives() -> int:
+    """Return how many launches of collectives NCCL was asked for; a group is one."""
+    _loaded.fake_nccl_num_launches.restype = ctypes.c_longlong
+    return int(_loaded.fake_nccl_num_launches())
+
+
 def forget_failure() -> None:
     """Let the device work again after a task failed."""
     _loaded.fakecuda_forget_failure()
