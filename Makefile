@@ -43,8 +43,8 @@ export PATH := $(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test pytest test-all sim-test cuda-test cuda-smoke on-fake-cuda c-test lint formats types rules format tidy \
-  bench gpu-bench build wheel debug sanitize profile nightly clean
+.PHONY: help train test pytest test-all sim-test cuda-test cuda-smoke on-fake-cuda on-fake-cuda-bench c-test lint formats types rules format tidy \
+  bench device-bench gpu-bench build wheel debug sanitize profile nightly clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -115,6 +115,12 @@ format: $(TOOLS) ## rewrite all files in the common format
 
 bench: $(BUILT) ## docs/measurements anew, against torch's FSDP1, FSDP2, DDP (needs valgrind)
 	python benchmarks/report.py --save-json $(OUT)/bench
+
+device-bench: ## docs/measurements/device.md anew: memory and calls of a step on the fake CUDA
+	$(MAKE) on-fake-cuda-bench VENV='$(CUDA_VENV)' TORCH='$(CUDA_TORCH)'
+
+on-fake-cuda-bench: $(BUILT)
+	python benchmarks/device.py --save-json $(OUT)/device.json
 
 gpu-bench: $(BUILT) ## steps on GPUs against torch's FSDP1 and FSDP2
 	python benchmarks/gpu_step.py

@@ -1,6 +1,6 @@
 """Memory, calls and host time of a step on a device, without a GPU.
 
-    python benchmarks/device.py                      # writes docs/measurements/device.md
+    python benchmarks/device.py                      # docs/measurements/device.md
     python benchmarks/device.py --only 8B experts    # prints these rows
 
 Rank 0 of up to 64 ranks that do not exist trains models of real sizes on the fake CUDA
@@ -15,7 +15,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -65,26 +65,28 @@ on {machine}.
 
 The device is the [fake CUDA](../internals/fakecuda.md): no GPU took part. Rank 0 of a
 group runs, the other ranks do not exist, and nothing is computed. **Memory** is what
-torch's caching allocator holds, as on a GPU whose work is never behind the host. **Calls**
-are those of the CUDA runtime and NCCL. **Time** is that of the host's cores, which
-wait for nothing. Neither says anything about a GPU's speed.
+torch's caching allocator holds, as on a GPU whose work is never behind the host.
+**Calls** are those of the CUDA runtime and of NCCL. **Time** is that of the host's
+cores; the host waits for nothing here. A GPU's speed is in none of these figures.
 
-Shards and AdamW's state are in fp32, parameters in bf16 where they are used, gradients
-are reduced in fp32. Each layer is a unit; embedding, last norm and head are the root's.
-Attention keeps what a fused kernel keeps. The bare model is in bf16 as a whole and
-sharded over nobody; "-" where it needs more than 80 GiB.
+Shards and AdamW's state are in fp32. Parameters are used in bf16, and gradients are
+reduced in fp32. Each layer is a unit; embedding, last norm and head are the root's.
+Attention keeps what a fused kernel keeps. The bare model is in bf16 as a whole; its
+memory is a dash where it needs more than 80 GiB. With CPU offload no optimizer runs.
 
-- **peak** and **reserved**: the most of a step, after two.
-- **end of forward**, **begin of backward**: before `backward()`, and when it comes to the last
-  layer. **optimizer**: the peak of its step. **between**: at the begin of a step.
-- **planned**: the peak that [plan](../guide/plan.md) predicts, and the measured one over it.
-- **to torch's**: the peak over the smaller one of FSDP1 and FSDP2.
-- **records**, **waits**, **new events**: of CUDA events, a step. **launches**: kernels of
-  fsdp_c. **operators**: torch's, beyond the bare model's. **collectives**: launches of NCCL.
-  **pointers**: questions what an address is. **host waits**: how often the host waits for the
-  device. In brackets: per unit. No step calls cudaMalloc unless that is said.
-- **added per unit**: host time above the bare model's, for each unit; the smallest of
-  {rounds} medians of {steps} steps, each from a process of its own, interleaved.{notices}
+- **peak**, **reserved**: the most that is allocated and reserved in the third step.
+- **end of forward**: allocated when backward begins. **begin of backward**: when it
+  comes to the last layer. **optimizer**: the peak of its step. **between**: when a step
+  begins.
+- **planned**: the peak that [plan](../guide/plan.md) predicts. **to planned**: the peak
+  over it. **to torch's**: the peak over the smaller one of FSDP1 and FSDP2.
+- **records**, **waits**, **new events**: of CUDA events. **launches**: kernels of
+  fsdp_c. **operators**: torch's, less the bare model's. **collectives**: launches of
+  NCCL. **pointers**: cudaPointerGetAttributes. **host waits**: synchronizing calls. All
+  in a step, in brackets also in a unit. A column that would be zero is left out.
+- **added per unit**: time above the bare model's, divided by the units. A time is the
+  smallest of {rounds} medians of {steps} steps, each from a process of its own; the
+  rounds are interleaved.{notices}
 
 {sections}
 """

@@ -1,7 +1,7 @@
-"""The models of device.py: of real sizes, on the meta device, with kernels' memory.
+"""The models of device.py: of real sizes, on the meta device.
 
-Attention keeps what a fused kernel keeps and computes nothing: the fake CUDA has no such
-kernel, and in its shapes-only mode nothing is computed anyway.
+Attention keeps what a fused kernel keeps, and computes nothing: the fake CUDA has no
+such kernel, and with shapes only nothing is computed anyway.
 """
 
 from __future__ import annotations

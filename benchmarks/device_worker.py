@@ -23,8 +23,6 @@ from device_rows import (
     UNSYNC,
     Row,
 )
-from fakecuda.alone import join_alone
-from fakecuda.device import count
 from implementations import BARE, FSDP1_ORIG, FSDP2, FSDP_C_FULLY, FSDP_C_ORIG
 from torch import nn
 from torch.distributed import fsdp
@@ -32,6 +30,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import fsdp_c
+from fakecuda.alone import join_alone
+from fakecuda.device import count
 
 COUNTED = (
     *("event_records", "event_waits", "event_creates", "event_queries"),

@@ -2,7 +2,7 @@
 
     python -m fakecuda.alone_programs <ranks> <width>
 
-With ``FAKE_CUDA_NOOP=alone`` as rank 0 of ranks that do not exist; else with all of them.
+With ``FAKE_CUDA_NOOP=alone`` as rank 0 of ranks that do not exist; else with all.
 """
 
 import gc
