@@ -81,9 +81,9 @@ memory is a dash where it needs more than 80 GiB. With CPU offload no optimizer 
 - **planned**: the peak that [plan](../guide/plan.md) predicts. **to planned**: the peak
   over it. **to torch's**: the peak over the smaller one of FSDP1 and FSDP2.
 - **records**, **waits**, **new events**: of CUDA events. **launches**: kernels of
-  fsdp_c. **operators**: torch's, less the bare model's. **collectives**: launches of
-  NCCL. **pointers**: cudaPointerGetAttributes. **host waits**: synchronizing calls. All
-  in a step, in brackets also in a unit. A column that would be zero is left out.
+  fsdp_c. **operators**: torch's. **collectives**: launches of NCCL. **pointers**:
+  cudaPointerGetAttributes. **host waits**: synchronizing calls. All are those of a step
+  beyond the bare model's, in brackets for each unit. A column of zeros is left out.
 - **added per unit**: time above the bare model's, divided by the units. A time is the
   smallest of {rounds} medians of {steps} steps, each from a process of its own; the
   rounds are interleaved.{notices}
@@ -165,6 +165,8 @@ def measure(args: argparse.Namespace) -> Json:
         ]
         for key in keys
         for name in names
+        # The FSDP1 API shards no parameters that are shared already.
+        if ROWS[key].tensor_parallel == 1 or name in (BARE, FSDP2, FSDP_C_FULLY)
     }
     runs = run_interleaved(
         jobs, num_rounds=args.rounds, num_ranks=1, environ=fake_environment()
@@ -173,13 +175,15 @@ def measure(args: argparse.Namespace) -> Json:
     failed = []
     for key in keys:
         for name in names:
-            its_runs = runs[f"{key}: {name}"]
+            its_runs = runs.get(f"{key}: {name}")
+            if its_runs is None:
+                continue
             if "failed" in its_runs[0]:
                 failed.append(f"{key}, {LABELS[name]}: {its_runs[0]['failed']}")
                 continue
             result = {**its_runs[0], **timed_row(its_runs)}
             results.append({"row": key, "implementation": name, **result})
-            if name in OURS:
+            if name in OURS and ROWS[key].tensor_parallel == 1:
                 results[-1]["planned"] = planned_peak(ROWS[key], name)
     return results_of("device", args, results=results, notices=failed)
 
@@ -215,8 +219,7 @@ def render_calls(rows: list[Json], num_units: int, *, markdown: bool) -> str:
     sharded = [row for row in rows if row is not bare]
 
     def called(row: Json, name: str) -> int:
-        of_bare = bare["calls"][name] if name == "operators" else 0
-        return int(row["calls"][name] - of_bare)
+        return int(row["calls"][name] - bare["calls"][name])
 
     def added(row: Json) -> float:
         return float(row["step_ms"] - bare["step_ms"]) * 1e3 / num_units

@@ -27,6 +27,7 @@ class Row:
         lora: Only adapters train.
         accumulation: How gradients of two micro-batches are added; None: there is one.
         offloads: Shards are in host memory.
+        tensor_parallel: Ranks that share each matrix of a block.
     """
 
     title: str
@@ -37,6 +38,7 @@ class Row:
     lora: bool = False
     accumulation: str | None = None
     offloads: bool = False
+    tensor_parallel: int = 1
 
     @property
     def num_units(self) -> int:
@@ -69,5 +71,13 @@ ROWS = {
     ),
     "70B": Row("70 B", B70, 64, 1024),
     "70B-checkpointing": Row("70 B, checkpointing", B70, 64, 4096, recomputes=True),
+    "70B-tensor": Row(
+        "70 B, checkpointing, tensor parallel 8 x 8",
+        B70,
+        64,
+        4096,
+        recomputes=True,
+        tensor_parallel=8,
+    ),
     "experts": Row("5 B in 8 experts, one unused", EXPERTS, 8, 4096),
 }

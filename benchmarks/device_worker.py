@@ -26,8 +26,15 @@ from device_rows import (
 from implementations import BARE, FSDP1_ORIG, FSDP2, FSDP_C_FULLY, FSDP_C_ORIG
 from torch import nn
 from torch.distributed import fsdp
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import fsdp_c
 from fakecuda.alone import join_alone
@@ -44,9 +51,25 @@ NUM_WARMUP = 2
 BARE_NBYTES = 4 << 40
 
 
+def mesh_of(model: Model, row: Row) -> DeviceMesh:
+    """Return the mesh that shards; share the blocks' matrices among the others."""
+    if row.tensor_parallel == 1:
+        return init_device_mesh("cuda", (row.num_ranks,))
+    shape = (row.num_ranks // row.tensor_parallel, row.tensor_parallel)
+    mesh = init_device_mesh("cuda", shape, mesh_dim_names=("data", "tensor"))
+    columns = ("q", "k", "v", "mlp.gate", "mlp.up")
+    plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in columns}
+    plan |= {name: RowwiseParallel() for name in ("out", "mlp.down")}
+    for block in model.blocks:
+        parallelize_module(block, mesh["tensor"], plan)
+    return mesh["data"]
+
+
 def parallelise(model: Model, name: str, row: Row) -> nn.Module:
     """Return ``model`` on the device, run by an implementation; a unit a block."""
     if name == BARE:
+        if row.tensor_parallel > 1:
+            mesh_of(model, row)
         return model.to(PARAM_DTYPE).to_empty(device="cuda")
     if name in (FSDP_C_ORIG, FSDP1_ORIG):
         wrapper: Any = fsdp.FullyShardedDataParallel
@@ -64,7 +87,7 @@ def parallelise(model: Model, name: str, row: Row) -> nn.Module:
         return wrapped
     shard: Any = fsdp_c.fully_shard if name == FSDP_C_FULLY else fsdp.fully_shard
     options: Json = {
-        "mesh": init_device_mesh("cuda", (row.num_ranks,)),
+        "mesh": mesh_of(model, row),
         "mp_policy": fsdp.MixedPrecisionPolicy(PARAM_DTYPE, REDUCE_DTYPE),
     }
     if row.offloads:
@@ -105,9 +128,15 @@ class Trainer:
         self._plain = model
         self._model = parallelise(model, name, row)
         params = [each for each in self._model.parameters() if each.requires_grad]
+        # A fused call takes tensors of one mesh.
+        groups: dict[Any, list[nn.Parameter]] = {}
+        for each in params:
+            mesh = each.device_mesh if isinstance(each, DTensor) else None
+            groups.setdefault(mesh, []).append(each)
+        by_mesh = [{"params": group} for group in groups.values()]
         # With offloading the optimizer is the host's, and touches its memory.
         self._optimizer = (
-            None if row.offloads else torch.optim.AdamW(params, lr=1e-3, fused=True)
+            None if row.offloads else torch.optim.AdamW(by_mesh, lr=1e-3, fused=True)
         )
         self._params = params
         self._tokens = torch.zeros(row.num_tokens, dtype=torch.long, device="cuda")
