@@ -188,6 +188,12 @@ def measure(args: argparse.Namespace) -> Json:
     return results_of("device", args, results=results, notices=failed)
 
 
+def label(row: Json) -> str:
+    """Return the name of a row's implementation."""
+    whole = LABELS[row["implementation"]]
+    return whole if row["implementation"] in OURS else whole.partition(",")[0]
+
+
 def _mib(nbytes: float) -> str:
     return f"{nbytes / MIB:,.0f}"
 
@@ -199,9 +205,7 @@ def render_memory(rows: list[Json], *, markdown: bool) -> str:
     for row in rows:
         held = row["held"]
         fits = held["reserved"] <= DEVICE_NBYTES
-        line = [LABELS[row["implementation"]].partition(",")[0]]
-        if row["implementation"] == FSDP_C_FULLY:
-            line = ["fsdp_c, fully_shard"]
+        line = [label(row)]
         line += [_mib(held[name]) if fits else "-" for name in HELD]
         planned = row.get("planned")
         line.append(_mib(planned) if planned else "-")
@@ -229,10 +233,7 @@ def render_calls(rows: list[Json], num_units: int, *, markdown: bool) -> str:
     ours = {row["implementation"]: added(row) for row in sharded}
     cells = []
     for row in sharded:
-        label = LABELS[row["implementation"]].partition(",")[0]
-        if row["implementation"] == FSDP_C_FULLY:
-            label = "fsdp_c, fully_shard"
-        line = [label]
+        line = [label(row)]
         for name in names:
             value = called(row, name)
             line.append(f"{value:,} ({value / num_units:.1f})" if value else "0")

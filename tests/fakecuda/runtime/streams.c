@@ -261,6 +261,7 @@ uint64_t fake_stream_number(const fake_stream *stream) {
   return stream->number;
 }
 
+/* As rank 0 alone: no task waits for another one. */
 static uint64_t run_at_once(fake_stream *stream, const task_entry *task) {
   task->run(task->argument);
   if (task->drop != NULL) task->drop(task->argument);
