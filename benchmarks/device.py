@@ -85,8 +85,8 @@ memory is a dash where it needs more than 80 GiB. With CPU offload no optimizer 
   cudaPointerGetAttributes. **host waits**: synchronizing calls. All are those of a step
   beyond the bare model's, in brackets for each unit. A column of zeros is left out.
 - **added per unit**: time above the bare model's, divided by the units. A time is the
-  smallest of {rounds} medians of {steps} steps, each from a process of its own; the
-  rounds are interleaved.{notices}
+  smallest median of {steps} steps, one for each of {rounds} processes; what runs
+  beside them on the machine makes it longer.{notices}
 
 {sections}
 """
@@ -262,6 +262,23 @@ def render_all(data: Json, *, heading: str, markdown: bool) -> str:
     return "\n\n".join(sections)
 
 
+def merged(runs: list[Json]) -> Json:
+    """Return the results of several runs of this benchmark as those of one."""
+    by_row = {
+        (result["row"], result["implementation"]): result
+        for run in runs
+        for result in run["results"]
+    }
+    order = list(ROWS)
+    results = sorted(by_row.values(), key=lambda result: order.index(result["row"]))
+    return {
+        **runs[0],
+        "command": "\n    ".join(dict.fromkeys(run["command"] for run in runs)),
+        "notices": [notice for run in runs for notice in run["notices"]],
+        "results": results,
+    }
+
+
 def page(data: Json) -> str:
     """Return the page."""
     return TEXT.format(
@@ -287,7 +304,13 @@ def parser() -> argparse.ArgumentParser:
         choices=[name for name in IMPLEMENTATIONS if name != BARE],
         help="beside the bare model (default: all)",
     )
-    add("--json", type=Path, metavar="FILE", help="read this instead of running")
+    add(
+        "--json",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="read these instead of running: rows may come from several runs",
+    )
     add("--save-json", type=Path, metavar="FILE", help="keep the results here")
     add(
         "--out",
@@ -301,7 +324,7 @@ def main() -> int:
     """Measure; print the tables, or write the page."""
     args = parser().parse_args()
     if args.json is not None:
-        data = json.loads(args.json.read_text())
+        data = merged([json.loads(path.read_text()) for path in args.json])
     elif torch.version.cuda is None:
         print(
             f"error: torch {torch.__version__} was built without CUDA, and this "
