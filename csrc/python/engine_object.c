@@ -178,9 +178,9 @@ static PyObject *engine_reduce_kept(PyObject *object,
 static PyObject *engine_run_capture_stage(PyObject *object, PyObject *value) {
   const long stage = PyLong_AsLong(value);
   if (stage == -1 && PyErr_Occurred()) return NULL;
-  if (stage < FSDP_TORCH_BEGIN_CAPTURE || stage > FSDP_TORCH_RELEASE_CAPTURE) {
+  if (stage < FSDP_TORCH_BEGIN_CAPTURE || stage > FSDP_TORCH_END_REPLAY) {
     return PyErr_Format(PyExc_ValueError,
-                        "stage must be BEGIN_CAPTURE to RELEASE_CAPTURE, "
+                        "stage must be BEGIN_CAPTURE to END_REPLAY, "
                         "got %ld",
                         stage);
   }
@@ -372,8 +372,7 @@ PyDoc_STRVAR(
     "Run a stage of a captured step, in this order: BEGIN_CAPTURE;\n"
     "inside the capture FORK_LANES first and JOIN_LANES last;\n"
     "END_CAPTURE, also after a failure; BEGIN_REPLAY before each\n"
-    "replay and END_REPLAY after it; RELEASE_CAPTURE when the graph is\n"
-    "gone.");
+    "replay and END_REPLAY after it.");
 PyDoc_STRVAR(engine_reset_doc,
              "reset($self, /)\n--\n\n"
              "Drop what an unfinished step left; all units are SHARDED after.");

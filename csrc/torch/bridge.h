@@ -442,9 +442,7 @@ typedef enum fsdp_torch_capture_stage {
   FSDP_TORCH_JOIN_LANES,
   FSDP_TORCH_END_CAPTURE,
   FSDP_TORCH_BEGIN_REPLAY,
-  FSDP_TORCH_END_REPLAY, /* it was launched: its collectives have a time limit
-                          */
-  FSDP_TORCH_RELEASE_CAPTURE
+  FSDP_TORCH_END_REPLAY /* it was launched: its collectives have a time limit */
 } fsdp_torch_capture_stage;
 
 /* Runs one of them. After those that bring the units to rest, the sharded

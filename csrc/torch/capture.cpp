@@ -32,16 +32,14 @@ fsdp_status run_stage(const Engine &engine, fsdp_torch_capture_stage stage,
     case FSDP_TORCH_JOIN_LANES:
       return fsdp_engine_join_lanes(core, error);
     case FSDP_TORCH_END_CAPTURE:
-      return fsdp_engine_end_capture(core, error);
+      fsdp_engine_end_capture(core);
+      return FSDP_OK;
     case FSDP_TORCH_BEGIN_REPLAY:
       return fsdp_engine_begin_replay(core, error);
     case FSDP_TORCH_END_REPLAY:
-      watch_replay_of(engine);
-      return FSDP_OK;
-    case FSDP_TORCH_RELEASE_CAPTURE:
       break;
   }
-  fsdp_engine_release_capture(core);
+  watch_replay_of(engine);
   return FSDP_OK;
 }
 

@@ -11,7 +11,13 @@
 namespace fsdp_torch {
 
 Engine::~Engine() {
+  std::optional<c10::StreamGuard> guard;  // blocks go after the last step
+  if (step_stream) guard.emplace(*step_stream);
   fsdp_engine_destroy(core);
+  try {
+    provider.drop_kept_blocks();
+  } catch (const std::exception &) {  // the device has failed
+  }
   fsdp_timeline_destroy(timeline);
 }
 

@@ -325,6 +325,8 @@ Unit::~Unit() {
   unhook_accumulators(*this);
   if (engine) {
     const std::lock_guard<std::mutex> lock(engine->mutex);
+    std::optional<c10::StreamGuard> guard;  // blocks go after the last step
+    if (engine->step_stream) guard.emplace(*engine->step_stream);
     auto &units = engine->units;
     units.erase(std::remove(units.begin(), units.end(), this), units.end());
     fsdp_unit_destroy(core);

@@ -30,7 +30,6 @@ def check_model(model: nn.Module) -> None:
     for engine in engines_in(model):
         engine.run_capture_stage(_native.BEGIN_CAPTURE)  # refuses
         engine.run_capture_stage(_native.END_CAPTURE)
-        engine.run_capture_stage(_native.RELEASE_CAPTURE)
     device = devices.pop()
     if not hasattr(torch.get_device_module(device), "CUDAGraph"):
         raise RuntimeError(

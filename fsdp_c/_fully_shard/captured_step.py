@@ -127,7 +127,6 @@ class _Graph:
         ]
         self._engines = engines_in(owner._model)
         self._params = list(owner._model.parameters())
-        self._pinned: list[_native.Engine] = []
         self._graph = self._module.CUDAGraph()
         self._outputs: Any = None
         _keep_until_exit(self)
@@ -146,9 +145,7 @@ class _Graph:
         check_optimizer_state(owner._optimizer, owner._device)
         prepare_nccl()
         before = hyperparameters(owner._optimizer), len(owner._optimizer.state)
-        for engine in self._engines:
-            engine.run_capture_stage(_native.BEGIN_CAPTURE)
-            self._pinned.append(engine)
+        self._each(_native.BEGIN_CAPTURE)
         gc.collect()  # what is freed inside the capture is freed for the graph alone
         self._module.synchronize()
         self._module.empty_cache()
@@ -185,8 +182,7 @@ class _Graph:
 
     def _give_up(self) -> None:
         """Make the model as it was before the capture."""
-        for engine in self._pinned:
-            engine.run_capture_stage(_native.END_CAPTURE)
+        self._each(_native.END_CAPTURE)
         reset(self._owner._model)
         self._owner._clear_gradients()
         self.close()
@@ -257,15 +253,12 @@ class _Graph:
                 old.copy_(new.detach(), non_blocking=True)
 
     def close(self) -> None:
-        """Let the graph go, when no replay runs, and then what it pinned."""
+        """Let the graph go, and its memory with it, when no replay runs."""
         if self._graph is None or sys.is_finalizing():
             return
         graph, self._graph, self._outputs = self._graph, None, None
         self._module.synchronize()
         graph.reset()
-        pinned, self._pinned = self._pinned, []
-        for engine in pinned:
-            engine.run_capture_stage(_native.RELEASE_CAPTURE)
 
     def __del__(self) -> None:
         self.close()

@@ -36,8 +36,8 @@ void arena_fixture_give(fsdp_arena *arena, int64_t client) {
   CHECK(fsdp_arena_data(arena, client) == NULL);
 }
 
-void arena_fixture_plan(fsdp_arena *arena) {
-  CHECK_OK(fsdp_arena_plan(arena, NULL));
+void arena_fixture_settle(fsdp_arena *arena) {
+  CHECK_OK(fsdp_arena_settle(arena, NULL));
 }
 
 fsdp_arena_stats arena_fixture_stats(const fsdp_arena *arena) {

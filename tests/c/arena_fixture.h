@@ -14,7 +14,7 @@ void *arena_fixture_take(fsdp_arena *arena, int64_t client);
 
 void arena_fixture_give(fsdp_arena *arena, int64_t client);
 
-void arena_fixture_plan(fsdp_arena *arena);
+void arena_fixture_settle(fsdp_arena *arena);
 
 fsdp_arena_stats arena_fixture_stats(const fsdp_arena *arena);
 

@@ -293,6 +293,7 @@ fsdp_status model_build(model *self, fsdp_error *error) {
   fsdp_segment_options segments[MODEL_MAX_SEGMENTS];
   fsdp_status status = FSDP_OK;
 
+  recorder_set_host(self->device, self->ops.is_host);
   FSDP_TRY(fsdp_engine_create(&self->ops, &self->views, &self->engine, error));
   for (int64_t i = 0; i < self->num_units; i++) {
     const fsdp_unit_options options = model_unit_options(self, i, segments);

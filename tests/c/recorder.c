@@ -284,6 +284,11 @@ void recorder_limit_memory(recorder *self, int64_t nbytes) {
   self->memory_limit = nbytes;
 }
 
+void recorder_set_host(recorder *self, bool is_host) {
+  self->is_host = is_host;
+  self->ops.is_host = is_host;
+}
+
 void recorder_fail_at(recorder *self, int64_t index) {
   self->fail_at = index;
 }

@@ -2,7 +2,7 @@
  * Recorder: a device in host memory that writes one line per operation to a
  * tape, runs each operation at once, and fails on request.
  *
- *   alloc 64                      free 64 [after e1]
+ *   alloc 64                      free 64
  *   host_alloc 64                 host_free 64
  *   event e1                      destroy e1
  *   record e1 compute             wait unshard e1
@@ -93,6 +93,9 @@ void recorder_name_owner(recorder *self, const void *owner, const char *name);
 void recorder_fail_at(recorder *self, int64_t index);
 /* Blocks on the device may take up to `nbytes` together; 0: as they like. */
 void recorder_limit_memory(recorder *self, int64_t nbytes);
+
+/* Whether it is a device without streams; not at first. */
+void recorder_set_host(recorder *self, bool is_host);
 
 /* Operations so far, of those that can fail, failed ones too. */
 int64_t recorder_num_calls(const recorder *self);

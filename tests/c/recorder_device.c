@@ -31,6 +31,10 @@ static fsdp_status block_alloc(void *context, int64_t nbytes, void **block,
   memory *added = recorder_priv_add_memory(self, data, nbytes);
   snprintf(added->name, sizeof added->name, "b%" PRId64, number);
   added->is_block = true;
+  /* Its memory may be in use by what COMPUTE has now; a host waited. */
+  if (!self->is_host) {
+    recorder_touch(self, FSDP_LANE_COMPUTE, data, nbytes, true);
+  }
   self->num_blocks_ever = number;
   self->live_blocks++;
   self->live_nbytes += nbytes;
@@ -78,7 +82,7 @@ void recorder_priv_free_block(recorder *self, memory *block) {
 
 /* Frees the live block at `data`; `is_host` says of which kind it must be. */
 static void free_known_block(recorder *self, const void *data, bool is_host,
-                             int64_t nbytes, const fsdp_event *last_use) {
+                             int64_t nbytes) {
   for (int64_t i = self->num_memories - 1; i >= 0; i--) {
     memory *candidate = &self->memories[i];
     if (!candidate->is_block || candidate->data != data) continue;
@@ -93,26 +97,23 @@ static void free_known_block(recorder *self, const void *data, bool is_host,
         recorder_priv_die("a free of memory that shows gradients");
       }
     }
-    recorder_priv_forget(self, data, candidate->nbytes, last_use);
+    recorder_forget(self, data, candidate->nbytes,
+                    is_host ? RECORDER_HOST_LANE : FSDP_LANE_COMPUTE);
     recorder_priv_free_block(self, candidate);
     return;
   }
   recorder_priv_die("free of an unknown block");
 }
 
-static void block_free(void *context, void *block, int64_t nbytes,
-                       fsdp_event *last_use) {
+static void block_free(void *context, void *block, int64_t nbytes) {
   recorder *self = context;
-  char after[RECORDER_NAME_NBYTES] = "";
-  if (last_use != NULL) {
-    snprintf(after, sizeof after, " after e%" PRId64, last_use->number);
-  }
-  recorder_priv_write_line(self, "free %d%t%s", nbytes, block, after);
-  free_known_block(self, block, false, nbytes, last_use);
+  recorder_priv_write_line(self, "free %d%t", nbytes, block);
+  free_known_block(self, block, false, nbytes);
 }
 
-static void memory_release(void *context) {
+static bool memory_release(void *context) {
   recorder_priv_write_line(context, "release_memory");
+  return false;
 }
 
 static fsdp_status host_alloc(void *context, int64_t nbytes, void **block,
@@ -140,7 +141,7 @@ static fsdp_status host_alloc(void *context, int64_t nbytes, void **block,
 static void host_free(void *context, void *block) {
   recorder *self = context;
   recorder_priv_write_line(self, "host_free%t", block);
-  free_known_block(self, block, true, 0, NULL);
+  free_known_block(self, block, true, 0);
 }
 
 static fsdp_status event_create(void *context, fsdp_event **event,

@@ -96,6 +96,7 @@ struct recorder {
   int64_t live_blocks;
   int64_t live_nbytes;
   int64_t memory_limit; /* of live_nbytes; 0: none */
+  bool is_host;         /* a device without streams */
   fsdp_event *events;
   int64_t num_events_ever;
   int64_t live_events;
@@ -158,8 +159,5 @@ grad_shard *recorder_priv_add_grad_shard(recorder *self, void *owner,
 /* recorder_races.c */
 void recorder_priv_record(recorder *self, fsdp_event *event, fsdp_lane lane);
 void recorder_priv_wait(recorder *self, int lane, const fsdp_event *event);
-/* Memory goes after `event` (NULL: now, as the host sees it). */
-void recorder_priv_forget(recorder *self, const void *data, int64_t nbytes,
-                          const fsdp_event *event);
 
 #endif /* FSDP_TESTS_RECORDER_PRIV_H */

@@ -83,12 +83,12 @@ void recorder_touch(recorder *self, int lane, const void *data, int64_t nbytes,
   self->accesses[self->num_accesses++] = added;
 }
 
-void recorder_priv_forget(recorder *self, const void *data, int64_t nbytes,
-                          const fsdp_event *event) {
+void recorder_forget(recorder *self, const void *data, int64_t nbytes,
+                     int lane) {
   const char *begin = data;
   recorder_clock clock = self->clocks[RECORDER_HOST];
   int64_t num_kept = 0;
-  if (event != NULL) join(&clock, &event->clock);
+  join(&clock, &self->clocks[lane]);
   for (int64_t i = 0; i < self->num_accesses; i++) {
     const access *earlier = &self->accesses[i];
     if (earlier->begin >= begin + nbytes || begin >= earlier->end) {
@@ -98,12 +98,6 @@ void recorder_priv_forget(recorder *self, const void *data, int64_t nbytes,
     }
   }
   self->num_accesses = num_kept;
-}
-
-void recorder_forget(recorder *self, const void *data, int64_t nbytes,
-                     int lane) {
-  fsdp_event event = {.clock = self->clocks[lane]};
-  recorder_priv_forget(self, data, nbytes, &event);
 }
 
 void recorder_clear_race(recorder *self) {

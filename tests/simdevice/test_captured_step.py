@@ -458,6 +458,6 @@ def test_the_cpu_is_refused() -> None:
 def test_stages_that_do_not_exist() -> None:
     model = fsdp(nn.Linear(DIM, DIM))
     model(torch.randn(2, DIM)).sum().backward()
-    for stage in (_native.BEGIN_CAPTURE - 1, _native.RELEASE_CAPTURE + 1):
-        with pytest.raises(ValueError, match=f"RELEASE_CAPTURE, got {stage}"):
+    for stage in (_native.BEGIN_CAPTURE - 1, _native.END_REPLAY + 1):
+        with pytest.raises(ValueError, match=f"END_REPLAY, got {stage}"):
             model._engine.run_capture_stage(stage)

@@ -1,35 +1,39 @@
 /*
- * Arena: hands blocks to clients, records which clients may not share one, and
- * fixes the assignment by graph colouring. See Note [Block assignment].
+ * Arena: hands blocks to clients, and lets them go as early as the order of the
+ * lanes allows. See Note [Blocks of a step] and Note [Memory on a host].
  */
 #include "arena/arena.h"
 
 #include <assert.h>
 #include <inttypes.h>
-#include <stdlib.h>
-#include <string.h>
 
-#include "arena/arena_priv.h"
 #include "base/alloc.h"
 
-enum { NONE = -1, WORD_BITS = 64 };
+enum { NONE = -1 };
+
+typedef enum block_state {
+  BLOCK_EMPTY = 0, /* this slot of the array has no block */
+  BLOCK_HELD,      /* by a client */
+  BLOCK_RESERVED,
+  BLOCK_LEAVING,
+  BLOCK_FREE /* on a host */
+} block_state;
 
 typedef struct block {
-  void *data; /* NULL: this slot of the array is empty */
+  block_state state;
+  void *data;
   int64_t nbytes;
-  fsdp_event *free_event;
-  bool was_given;   /* free_event has been recorded */
-  int64_t given_at; /* position in the sequence of gives; 0: never */
-  int64_t holder;   /* client or NONE */
-  bool is_claimed;  /* by a colour of the plan in progress */
+  /* What the next use waits for: after the last one; of a reserved block,
+   * COMPUTE's work when it was allocated. Stays with the slot; NULL: never
+   * needed. */
+  fsdp_event *event;
+  bool is_fresh;    /* nobody used it yet */
+  int64_t given_at; /* position in the sequence of gives */
 } block;
 
 typedef struct client_state {
   int64_t nbytes;
-  int64_t held;    /* block or NONE */
-  int64_t planned; /* block or NONE */
-  int64_t colour;  /* in the plan in progress, or NONE */
-  bool ever_took;
+  int64_t held; /* block or NONE */
 } client_state;
 
 struct fsdp_arena {
@@ -39,121 +43,94 @@ struct fsdp_arena {
   size_t blocks_capacity;
   client_state *clients;
   size_t clients_capacity;
-  /* Rows of row_words words, one bit per client; room for row_words *
-   * WORD_BITS rows. The client that took later carries the bit. */
-  uint64_t *conflicts;
-  uint64_t *holders; /* one such row: the clients that hold a block now */
-  size_t row_words;
-  int64_t last_taker;         /* for an all-gather; client or NONE */
-  int64_t last_compute_giver; /* gave back after compute; likewise */
-  int64_t last_async_giver;   /* gave back after a collective; likewise */
   int64_t num_gives;
-  int64_t num_held;
-  int64_t num_pins;
-  bool is_dirty;          /* fsdp_arena_plan() has something to do */
-  bool left_memory;       /* a block was freed since the last memory_release */
-  int64_t num_plan_steps; /* see arena_priv.h */
   fsdp_arena_stats stats;
 };
 
-/* --- Conflicts ----------------------------------------------------------- */
-
-static bool row_has(const uint64_t *row, int64_t client) {
-  return (row[client / WORD_BITS] >> (client % WORD_BITS) & 1) != 0;
-}
-
-static void row_flip(uint64_t *row, int64_t client) {
-  row[client / WORD_BITS] ^= UINT64_C(1) << (client % WORD_BITS);
-}
-
-static uint64_t *conflict_row(const fsdp_arena *arena, int64_t client) {
-  return arena->conflicts + (size_t)client * arena->row_words;
-}
-
-static bool is_conflict(const fsdp_arena *arena, int64_t a, int64_t b) {
-  return row_has(conflict_row(arena, a), b) ||
-         row_has(conflict_row(arena, b), a);
-}
-
-/* Records that `taker` may not share a block with `other`. */
-static void learn_conflict(fsdp_arena *arena, int64_t taker, int64_t other) {
-  if (other == NONE || other == taker || is_conflict(arena, taker, other)) {
-    return;
-  }
-  row_flip(conflict_row(arena, taker), other);
-  const int64_t planned = arena->clients[taker].planned;
-  if (planned != NONE && planned == arena->clients[other].planned) {
-    arena->is_dirty = true;
-  }
-}
-
-/* Records the conflicts of `taker`: with all holders, and with its neighbours
- * in time (Note [Block assignment] in arena.h). One pass over a row instead of
- * a loop over clients. */
-static void learn_conflicts(fsdp_arena *arena, int64_t taker) {
-  uint64_t *row = conflict_row(arena, taker);
-  for (size_t i = 0; i < arena->row_words; i++) row[i] |= arena->holders[i];
-  learn_conflict(arena, taker, arena->last_async_giver);
-  if (arena->last_compute_giver == arena->last_taker) {
-    learn_conflict(arena, taker, arena->last_compute_giver);
-  }
-}
-
-/* Makes room for one more client's row and column. */
-static bool grow_conflicts(fsdp_arena *arena) {
-  const size_t num_clients = (size_t)arena->stats.num_clients;
-  const size_t row_words = arena->row_words == 0 ? 1 : 2 * arena->row_words;
-  if (num_clients < arena->row_words * WORD_BITS) return true;
-
-  uint64_t *conflicts =
-      fsdp_calloc(row_words * row_words * WORD_BITS, sizeof *conflicts);
-  uint64_t *holders = fsdp_calloc(row_words, sizeof *holders);
-  if (conflicts == NULL || holders == NULL) {
-    fsdp_free(conflicts);
-    fsdp_free(holders);
-    return false;
-  }
-  const size_t row_nbytes = arena->row_words * sizeof *conflicts;
-  for (size_t i = 0; i < num_clients; i++) {
-    memcpy(conflicts + i * row_words, conflict_row(arena, (int64_t)i),
-           row_nbytes);
-  }
-  if (num_clients > 0) memcpy(holders, arena->holders, row_nbytes);
-  fsdp_free(arena->conflicts);
-  fsdp_free(arena->holders);
-  arena->conflicts = conflicts;
-  arena->holders = holders;
-  arena->row_words = row_words;
-  return true;
-}
-
 /* --- Blocks -------------------------------------------------------------- */
 
-/* Allocates a block that nobody holds. slot [out] its place in `blocks`. */
-static fsdp_status add_block(fsdp_arena *arena, int64_t nbytes, int64_t *slot,
+/* Frees a block, after what COMPUTE does now. */
+static void remove_block(fsdp_arena *arena, block *target) {
+  const fsdp_device_ops *ops = arena->ops;
+  ops->block_free(ops->context, target->data, target->nbytes);
+  arena->stats.num_frees++;
+  arena->stats.num_blocks--;
+  arena->stats.nbytes -= target->nbytes;
+  *target = (block){.event = target->event};
+}
+
+/* COMPUTE waits for the block's last use, and it goes. */
+static fsdp_status let_go(fsdp_arena *arena, block *target, fsdp_error *error) {
+  const fsdp_device_ops *ops = arena->ops;
+  fsdp_status status = FSDP_OK;
+  if (!target->is_fresh) {
+    FSDP_TRY(ops->event_wait(ops->context, FSDP_LANE_COMPUTE, target->event,
+                             error));
+  }
+  remove_block(arena, target);
+done:
+  return status;
+}
+
+/* Lets all blocks of one state go, up to the first failure. */
+static fsdp_status let_all_go(fsdp_arena *arena, block_state state,
+                              fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  for (size_t i = 0; i < arena->num_slots; i++) {
+    if (arena->blocks[i].state != state) continue;
+    FSDP_TRY(let_go(arena, &arena->blocks[i], error));
+  }
+done:
+  return status;
+}
+
+/* The index of a slot without a block, which has an event. */
+static fsdp_status find_slot(fsdp_arena *arena, size_t *slot,
                              fsdp_error *error) {
   const fsdp_device_ops *ops = arena->ops;
-  fsdp_event *free_event = NULL;
-  void *data = NULL;
-  void *blocks = arena->blocks;
   fsdp_status status = FSDP_OK;
-
+  void *blocks = arena->blocks;
   size_t i = 0;
-  while (i < arena->num_slots && arena->blocks[i].data != NULL) i++;
+  while (i < arena->num_slots && arena->blocks[i].state != BLOCK_EMPTY) i++;
   if (!fsdp_grow(&blocks, &arena->blocks_capacity, i + 1,
                  sizeof *arena->blocks)) {
     return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
                      "out of host memory for a list of %zu blocks", i + 1);
   }
   arena->blocks = blocks;
+  if (i == arena->num_slots) {
+    arena->blocks[i] = (block){.event = NULL};
+    arena->num_slots++;
+  }
+  if (arena->blocks[i].event == NULL) {
+    FSDP_TRY(ops->event_create(ops->context, &arena->blocks[i].event, error));
+  }
+  *slot = i;
+done:
+  return status;
+}
 
-  FSDP_TRY(ops->event_create(ops->context, &free_event, error));
-  FSDP_TRY(ops->block_alloc(ops->context, nbytes, &data, error));
+/* Allocates a block that is to be in `state`. */
+static fsdp_status add_block(fsdp_arena *arena, int64_t nbytes,
+                             block_state state, int64_t *slot,
+                             fsdp_error *error) {
+  const fsdp_device_ops *ops = arena->ops;
+  void *data = NULL;
+  size_t i = 0;
+  fsdp_status status = FSDP_OK;
 
-  if (i == arena->num_slots) arena->num_slots++;
-  arena->blocks[i] = (block){
-      .data = data, .nbytes = nbytes, .free_event = free_event, .holder = NONE};
-  free_event = NULL;
+  FSDP_TRY(find_slot(arena, &i, error));
+  status = ops->block_alloc(ops->context, nbytes, &data, error);
+  if (status == FSDP_OUT_OF_MEMORY && fsdp_arena_trim(arena)) {
+    status = ops->block_alloc(ops->context, nbytes, &data, error);
+  }
+  if (status != FSDP_OK) goto done;
+
+  arena->blocks[i] = (block){.state = state,
+                             .data = data,
+                             .nbytes = nbytes,
+                             .event = arena->blocks[i].event,
+                             .is_fresh = true};
   arena->stats.num_allocs++;
   arena->stats.num_blocks++;
   /* Cannot overflow: all blocks fit on one device. */
@@ -163,88 +140,66 @@ static fsdp_status add_block(fsdp_arena *arena, int64_t nbytes, int64_t *slot,
   }
   *slot = (int64_t)i;
 done:
-  if (free_event != NULL) ops->event_destroy(ops->context, free_event);
   return status;
 }
 
-/* Frees a block and removes it from the plan. */
-static void remove_block(fsdp_arena *arena, int64_t slot) {
-  const fsdp_device_ops *ops = arena->ops;
-  block *target = &arena->blocks[slot];
-  ops->block_free(ops->context, target->data, target->nbytes,
-                  target->was_given ? target->free_event : NULL);
-  ops->event_destroy(ops->context, target->free_event);
-  arena->left_memory = true;
-  arena->stats.num_frees++;
-  arena->stats.num_blocks--;
-  arena->stats.nbytes -= target->nbytes;
-  *target = (block){.holder = NONE};
-  for (int64_t i = 0; i < arena->stats.num_clients; i++) {
-    if (arena->clients[i].planned != slot) continue;
-    arena->clients[i].planned = NONE;
-    arena->is_dirty = true;
-  }
-}
-
-/* See Note [Memory that blocks leave] in arena.h. */
-static void release_memory(fsdp_arena *arena) {
-  const fsdp_device_ops *ops = arena->ops;
-  if (!arena->left_memory) return;
-  arena->left_memory = false;
-  if (ops->memory_release != NULL) ops->memory_release(ops->context);
-}
-
-/* Frees every block that nobody holds, unless the arena is pinned. */
-static void remove_free_blocks(fsdp_arena *arena) {
-  if (arena->num_pins > 0) return;
+/* The newest block of the state and the exact size, or NONE. */
+static int64_t find_block(const fsdp_arena *arena, block_state state,
+                          int64_t nbytes) {
+  int64_t newest = NONE;
   for (size_t i = 0; i < arena->num_slots; i++) {
     const block *candidate = &arena->blocks[i];
-    if (candidate->data == NULL || candidate->holder != NONE) continue;
-    remove_block(arena, (int64_t)i);
-  }
-}
-
-/* The free block that fits and was given back longest ago, or NONE; on a host
- * that of the exact size that was given back last. */
-static int64_t find_free_block(const fsdp_arena *arena, int64_t nbytes) {
-  const bool wants_last = arena->ops->is_host;
-  int64_t best = NONE;
-  for (size_t i = 0; i < arena->num_slots; i++) {
-    const block *candidate = &arena->blocks[i];
-    if (candidate->data == NULL || candidate->holder != NONE ||
-        candidate->nbytes < nbytes ||
-        (wants_last && candidate->nbytes > nbytes)) {
-      continue;
+    if (candidate->state != state || candidate->nbytes != nbytes) continue;
+    if (newest == NONE ||
+        candidate->given_at > arena->blocks[newest].given_at) {
+      newest = (int64_t)i;
     }
-    const bool is_later =
-        best != NONE && candidate->given_at > arena->blocks[best].given_at;
-    if (best == NONE || is_later == wants_last) best = (int64_t)i;
   }
-  return best;
+  return newest;
 }
 
-/* On a host: frees all free blocks as large as block `slot`, but for it. */
-static void keep_only(fsdp_arena *arena, int64_t slot) {
-  const int64_t nbytes = arena->blocks[slot].nbytes;
+/* On a host: frees all free blocks as large as this one, but for it. */
+static void keep_only(fsdp_arena *arena, const block *kept) {
   for (size_t i = 0; i < arena->num_slots; i++) {
-    const block *candidate = &arena->blocks[i];
-    if (candidate->data == NULL || candidate->holder != NONE) continue;
-    if (candidate->nbytes == nbytes && (int64_t)i != slot) {
-      remove_block(arena, (int64_t)i);
+    block *other = &arena->blocks[i];
+    if (other->state != BLOCK_FREE || other == kept) continue;
+    if (other->nbytes == kept->nbytes) {
+      (void)!let_go(arena, other, NULL); /* whoever uses it next reports it */
     }
   }
 }
 
-/* A block for a client whose planned block is missing or held. */
+/* A block of `nbytes`, which `lane` may use. */
 static fsdp_status find_or_add_block(fsdp_arena *arena, int64_t nbytes,
-                                     int64_t *slot, fsdp_error *error) {
-  const int64_t found = find_free_block(arena, nbytes);
-  if (found != NONE) {
-    *slot = found;
-    return FSDP_OK;
+                                     fsdp_lane lane, int64_t *slot,
+                                     fsdp_error *error) {
+  const fsdp_device_ops *ops = arena->ops;
+  const bool is_host = ops->is_host;
+  const bool is_compute = lane == FSDP_LANE_COMPUTE;
+  fsdp_status status = FSDP_OK;
+
+  if (is_host || !is_compute) {
+    *slot = find_block(arena, is_host ? BLOCK_FREE : BLOCK_RESERVED, nbytes);
+  } else {
+    FSDP_TRY(fsdp_arena_settle(arena, error));
+    *slot = NONE;
   }
-  remove_free_blocks(arena); /* none of them fits */
-  return add_block(arena, nbytes, slot, error);
+  const bool is_new = *slot == NONE;
+  if (is_new) {
+    if (is_host) (void)!let_all_go(arena, BLOCK_FREE, NULL);
+    if (!is_compute) fsdp_arena_unreserve(arena);
+    FSDP_TRY(add_block(arena, nbytes, BLOCK_HELD, slot, error));
+    if (is_host || is_compute) return FSDP_OK;
+    status = ops->event_record(ops->context, arena->blocks[*slot].event,
+                               FSDP_LANE_COMPUTE, error);
+  }
+  if (status == FSDP_OK) {
+    status = ops->event_wait(ops->context, lane, arena->blocks[*slot].event,
+                             error);
+  }
+  if (status != FSDP_OK && is_new) remove_block(arena, &arena->blocks[*slot]);
+done:
+  return status;
 }
 
 /* --- Public -------------------------------------------------------------- */
@@ -257,9 +212,6 @@ fsdp_status fsdp_arena_create(const fsdp_device_ops *ops, fsdp_arena **arena,
                      "out of host memory while creating the arena");
   }
   self->ops = ops;
-  self->last_taker = NONE;
-  self->last_compute_giver = NONE;
-  self->last_async_giver = NONE;
   *arena = self;
   return FSDP_OK;
 }
@@ -267,10 +219,15 @@ fsdp_status fsdp_arena_create(const fsdp_device_ops *ops, fsdp_arena **arena,
 void fsdp_arena_destroy(fsdp_arena *arena) {
   if (arena == NULL) return;
   for (size_t i = 0; i < arena->num_slots; i++) {
-    if (arena->blocks[i].data != NULL) remove_block(arena, (int64_t)i);
+    block *each = &arena->blocks[i];
+    if (each->state == BLOCK_LEAVING || each->state == BLOCK_FREE) {
+      (void)!let_go(arena, each, NULL);
+    }
+    if (each->state != BLOCK_EMPTY) remove_block(arena, each);
+    if (each->event != NULL) {
+      arena->ops->event_destroy(arena->ops->context, each->event);
+    }
   }
-  fsdp_free(arena->holders);
-  fsdp_free(arena->conflicts);
   fsdp_free(arena->clients);
   fsdp_free(arena->blocks);
   fsdp_free(arena);
@@ -288,20 +245,15 @@ fsdp_status fsdp_arena_add_client(fsdp_arena *arena, int64_t nbytes,
   void *clients = arena->clients;
   if (!fsdp_grow(&clients, &arena->clients_capacity, (size_t)id + 1,
                  sizeof *arena->clients)) {
-    goto no_memory;
+    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
+                     "out of host memory while adding arena client %" PRId64,
+                     id);
   }
   arena->clients = clients;
-  if (!grow_conflicts(arena)) goto no_memory;
-
-  arena->clients[id] = (client_state){
-      .nbytes = nbytes, .held = NONE, .planned = NONE, .colour = NONE};
+  arena->clients[id] = (client_state){.nbytes = nbytes, .held = NONE};
   arena->stats.num_clients++;
   *client = id;
   return FSDP_OK;
-
-no_memory:
-  return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
-                   "out of host memory while adding arena client %" PRId64, id);
 }
 
 fsdp_status fsdp_arena_resize_client(fsdp_arena *arena, int64_t client,
@@ -315,41 +267,25 @@ fsdp_status fsdp_arena_resize_client(fsdp_arena *arena, int64_t client,
         "arena client %" PRId64 " cannot be resized: it holds a block", client);
   }
   resized->nbytes = nbytes;
-  resized->planned = NONE; /* its block may be too small */
-  arena->is_dirty = true;
   return FSDP_OK;
 }
 
 fsdp_status fsdp_arena_take(fsdp_arena *arena, int64_t client, fsdp_lane lane,
                             void **data, fsdp_error *error) {
-  const fsdp_device_ops *ops = arena->ops;
   assert(client >= 0 && client < arena->stats.num_clients);
   client_state *taker = &arena->clients[client];
+  int64_t slot = NONE;
   fsdp_status status = FSDP_OK;
 
   if (taker->held != NONE) {
     return FSDP_FAIL(error, FSDP_INVALID_STATE,
                      "arena client %" PRId64 " already holds a block", client);
   }
-
-  int64_t slot = taker->planned;
-  const bool is_planned = slot != NONE && arena->blocks[slot].holder == NONE;
-  if (!is_planned) {
-    FSDP_TRY(find_or_add_block(arena, taker->nbytes, &slot, error));
-  }
+  FSDP_TRY(find_or_add_block(arena, taker->nbytes, lane, &slot, error));
   block *taken = &arena->blocks[slot];
-  if (taken->was_given) {
-    FSDP_TRY(ops->event_wait(ops->context, lane, taken->free_event, error));
-  }
-
-  if (!arena->ops->is_host) learn_conflicts(arena, client);
-  if (lane != FSDP_LANE_COMPUTE) arena->last_taker = client;
-  if (!is_planned) arena->is_dirty = true;
-  taker->ever_took = true;
+  taken->state = BLOCK_HELD;
+  taken->is_fresh = false;
   taker->held = slot;
-  taken->holder = client;
-  row_flip(arena->holders, client);
-  arena->num_held++;
   arena->stats.held_nbytes += taken->nbytes;
   *data = taken->data;
 done:
@@ -368,22 +304,17 @@ fsdp_status fsdp_arena_give(fsdp_arena *arena, int64_t client, fsdp_lane lane,
                      client);
   }
 
-  const int64_t slot = giver->held;
-  block *given = &arena->blocks[slot];
+  block *given = &arena->blocks[giver->held];
   giver->held = NONE;
-  given->holder = NONE;
-  given->was_given = true;
   given->given_at = ++arena->num_gives;
-  row_flip(arena->holders, client);
-  arena->num_held--;
   arena->stats.held_nbytes -= given->nbytes;
-  if (ops->is_host) keep_only(arena, slot);
-  if (lane == FSDP_LANE_COMPUTE) {
-    arena->last_compute_giver = client;
-  } else {
-    arena->last_async_giver = client;
+  if (!ops->is_host && lane == FSDP_LANE_COMPUTE) {
+    remove_block(arena, given);
+    return FSDP_OK;
   }
-  return ops->event_record(ops->context, given->free_event, lane, error);
+  given->state = ops->is_host ? BLOCK_FREE : BLOCK_LEAVING;
+  if (ops->is_host) keep_only(arena, given);
+  return ops->event_record(ops->context, given->event, lane, error);
 }
 
 void *fsdp_arena_data(const fsdp_arena *arena, int64_t client) {
@@ -392,218 +323,48 @@ void *fsdp_arena_data(const fsdp_arena *arena, int64_t client) {
   return slot == NONE ? NULL : arena->blocks[slot].data;
 }
 
-void fsdp_arena_pin(fsdp_arena *arena) {
-  arena->num_pins++;
-}
-
-void fsdp_arena_unpin(fsdp_arena *arena) {
-  assert(arena->num_pins > 0);
-  arena->num_pins--;
-}
-
-fsdp_status fsdp_arena_renew_events(fsdp_arena *arena, fsdp_lane lane,
-                                    fsdp_error *error) {
+fsdp_status fsdp_arena_reserve(fsdp_arena *arena, int64_t nbytes,
+                               fsdp_error *error) {
   const fsdp_device_ops *ops = arena->ops;
-  fsdp_status status = FSDP_OK;
-  for (size_t i = 0; i < arena->num_slots; i++) {
-    block *renewed = &arena->blocks[i];
-    if (renewed->data == NULL || renewed->holder != NONE) continue;
-    FSDP_TRY(ops->event_record(ops->context, renewed->free_event, lane, error));
-    renewed->was_given = true;
+  int64_t slot = NONE;
+  FSDP_LOCAL_ERROR(local);
+
+  if (ops->is_host || find_block(arena, BLOCK_RESERVED, nbytes) != NONE) {
+    return FSDP_OK;
   }
-done:
+  fsdp_arena_unreserve(arena);
+  fsdp_status status = add_block(arena, nbytes, BLOCK_RESERVED, &slot, &local);
+  if (status == FSDP_OUT_OF_MEMORY) return FSDP_OK; /* its gather tries again */
+  if (status == FSDP_OK) {
+    status = ops->event_record(ops->context, arena->blocks[slot].event,
+                               FSDP_LANE_COMPUTE, &local);
+  }
+  if (status != FSDP_OK) {
+    fsdp_arena_unreserve(arena);
+    if (error != NULL) *error = local;
+  }
   return status;
 }
 
+void fsdp_arena_unreserve(fsdp_arena *arena) {
+  (void)!let_all_go(arena, BLOCK_RESERVED, NULL); /* fresh: nothing to fail */
+}
+
+fsdp_status fsdp_arena_settle(fsdp_arena *arena, fsdp_error *error) {
+  return let_all_go(arena, arena->ops->is_host ? BLOCK_FREE : BLOCK_LEAVING,
+                    error);
+}
+
 bool fsdp_arena_trim(fsdp_arena *arena) {
+  const fsdp_device_ops *ops = arena->ops;
   const int64_t num_frees = arena->stats.num_frees;
-  remove_free_blocks(arena);
-  if (arena->stats.num_frees == num_frees) return false;
-  release_memory(arena);
-  return true;
+  fsdp_arena_unreserve(arena);
+  (void)!fsdp_arena_settle(arena, NULL); /* whoever waits next reports it */
+  const bool any = ops->memory_release != NULL &&
+                   ops->memory_release(ops->context);
+  return any || arena->stats.num_frees > num_frees;
 }
 
 void fsdp_arena_get_stats(const fsdp_arena *arena, fsdp_arena_stats *stats) {
   *stats = arena->stats;
-}
-
-int64_t fsdp_arena_priv_plan_steps(const fsdp_arena *arena) {
-  return arena->num_plan_steps;
-}
-
-/* --- Plan ---------------------------------------------------------------- */
-
-/* One client to colour. */
-typedef struct coloured {
-  int64_t nbytes;
-  int64_t client;
-} coloured;
-
-/* One colour: clients that share a block of `nbytes`. */
-typedef struct colour_class {
-  int64_t nbytes;
-  int64_t slot;        /* block or NONE */
-  int64_t refused_for; /* the client that conflicts with it, or NONE */
-  bool is_new;         /* allocated for this plan */
-} colour_class;
-
-/* qsort order: largest first, ties by client. */
-static int compare_coloured(const void *left, const void *right) {
-  const coloured *a = left;
-  const coloured *b = right;
-  if (a->nbytes != b->nbytes) return a->nbytes > b->nbytes ? -1 : 1;
-  return a->client < b->client ? -1 : 1;
-}
-
-/* The first client >= `from` with a bit in the row of `client`, or NONE. */
-static int64_t next_conflict(fsdp_arena *arena, int64_t client, int64_t from) {
-  const uint64_t *row = conflict_row(arena, client);
-  for (size_t i = (size_t)from / WORD_BITS; i < arena->row_words; i++) {
-    const int64_t begin = (int64_t)i * WORD_BITS;
-    const uint64_t later =
-        from > begin ? ~UINT64_C(0) << (from - begin) : ~UINT64_C(0);
-    arena->num_plan_steps++;
-    if ((row[i] & later) != 0) return begin + __builtin_ctzll(row[i] & later);
-  }
-  return NONE;
-}
-
-/* Enters each conflict in both rows, so that one row has all of a client's. */
-static void make_symmetric(fsdp_arena *arena) {
-  for (int64_t i = 0; i < arena->stats.num_clients; i++) {
-    for (int64_t other = next_conflict(arena, i, 0); other != NONE;
-         other = next_conflict(arena, i, other + 1)) {
-      if (!row_has(conflict_row(arena, other), i)) {
-        row_flip(conflict_row(arena, other), i);
-      }
-    }
-  }
-}
-
-/* Gives each item the lowest colour without a conflict. Returns the number of
- * colours. Items are largest first, so the first of a colour sets its size. */
-static int64_t colour_items(fsdp_arena *arena, const coloured *items,
-                            int64_t num_items, colour_class *colours) {
-  int64_t num_colours = 0;
-  for (int64_t i = 0; i < num_items; i++) {
-    const int64_t client = items[i].client;
-    int64_t chosen = 0;
-    for (int64_t other = next_conflict(arena, client, 0); other != NONE;
-         other = next_conflict(arena, client, other + 1)) {
-      const int64_t colour = arena->clients[other].colour;
-      if (colour != NONE) colours[colour].refused_for = client;
-    }
-    while (chosen < num_colours && colours[chosen].refused_for == client) {
-      chosen++;
-      arena->num_plan_steps++;
-    }
-    arena->clients[client].colour = chosen;
-    if (chosen == num_colours) {
-      colours[num_colours++] = (colour_class){
-          .nbytes = items[i].nbytes, .slot = NONE, .refused_for = NONE};
-    }
-  }
-  return num_colours;
-}
-
-/* Claims an existing block of exactly the right size for each colour, or
- * allocates one. On failure it frees what it allocated. Colours are largest
- * first, so each search continues where the last one of its size stopped. */
-static fsdp_status claim_blocks(fsdp_arena *arena, colour_class *colours,
-                                int64_t num_colours, fsdp_error *error) {
-  fsdp_status status = FSDP_OK;
-  size_t next = 0;
-  for (size_t j = 0; j < arena->num_slots; j++) {
-    arena->blocks[j].is_claimed = false;
-  }
-  for (int64_t i = 0; i < num_colours; i++) {
-    if (i == 0 || colours[i].nbytes != colours[i - 1].nbytes) next = 0;
-    for (; next < arena->num_slots && colours[i].slot == NONE; next++) {
-      block *candidate = &arena->blocks[next];
-      arena->num_plan_steps++;
-      if (candidate->data == NULL || candidate->nbytes != colours[i].nbytes) {
-        continue;
-      }
-      candidate->is_claimed = true;
-      colours[i].slot = (int64_t)next;
-    }
-  }
-  for (int64_t i = 0; i < num_colours; i++) {
-    if (colours[i].slot != NONE) continue;
-    FSDP_TRY(add_block(arena, colours[i].nbytes, &colours[i].slot, error));
-    arena->blocks[colours[i].slot].is_claimed = true;
-    colours[i].is_new = true;
-  }
-done:
-  if (status != FSDP_OK) {
-    for (int64_t i = 0; i < num_colours; i++) {
-      if (colours[i].is_new) remove_block(arena, colours[i].slot);
-    }
-  }
-  return status;
-}
-
-fsdp_status fsdp_arena_plan(fsdp_arena *arena, fsdp_error *error) {
-  const int64_t num_clients = arena->stats.num_clients;
-  coloured *items = NULL;
-  colour_class *colours = NULL;
-  int64_t num_items = 0;
-  fsdp_status status = FSDP_OK;
-
-  arena->last_taker = NONE;
-  arena->last_compute_giver = NONE;
-  arena->last_async_giver = NONE;
-  if (arena->ops->is_host) {
-    remove_free_blocks(arena);
-    return FSDP_OK;
-  }
-  if (!arena->is_dirty || arena->num_held > 0 || arena->num_pins > 0) {
-    return FSDP_OK;
-  }
-  arena->num_plan_steps = 0;
-
-  items = fsdp_calloc((size_t)num_clients, sizeof *items);
-  if (items == NULL) goto no_memory;
-  colours = fsdp_calloc((size_t)num_clients, sizeof *colours);
-  if (colours == NULL) goto no_memory;
-
-  for (int64_t i = 0; i < num_clients; i++) {
-    arena->clients[i].colour = NONE;
-    if (!arena->clients[i].ever_took) continue;
-    items[num_items++] =
-        (coloured){.nbytes = arena->clients[i].nbytes, .client = i};
-  }
-  qsort(items, (size_t)num_items, sizeof *items, compare_coloured);
-  make_symmetric(arena);
-  const int64_t num_colours = colour_items(arena, items, num_items, colours);
-  status = claim_blocks(arena, colours, num_colours, error);
-  if (status == FSDP_OUT_OF_MEMORY && fsdp_arena_trim(arena)) {
-    for (int64_t i = 0; i < num_colours; i++) {
-      colours[i] = (colour_class){.nbytes = colours[i].nbytes, .slot = NONE};
-    }
-    status = claim_blocks(arena, colours, num_colours, error);
-  }
-  if (status != FSDP_OK) goto done;
-
-  for (size_t i = 0; i < arena->num_slots; i++) {
-    if (arena->blocks[i].data == NULL) continue;
-    if (!arena->blocks[i].is_claimed) remove_block(arena, (int64_t)i);
-  }
-  for (int64_t i = 0; i < num_items; i++) {
-    client_state *planned = &arena->clients[items[i].client];
-    planned->planned = colours[planned->colour].slot;
-  }
-  arena->is_dirty = false;
-  release_memory(arena);
-  goto done;
-
-no_memory:
-  status = FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
-                     "out of host memory while planning the blocks of %" PRId64
-                     " arena clients",
-                     num_clients);
-done:
-  fsdp_free(colours);
-  fsdp_free(items);
-  return status;
 }

@@ -1,54 +1,42 @@
 /*
- * Arena: the reusable blocks that hold unsharded parameters and gradients.
- * It bounds unsharded memory, so it is also the rate limiter.
+ * Arena: the blocks that hold unsharded parameters and gradients.
  *
  * A *client* takes a block when it needs memory and gives it back afterwards.
  * A unit's unsharded parameters are one client, its unsharded gradients are
- * another. A block carries a free event, recorded on the lane that used it
- * last. The lane that takes the block waits for that event; the host does not.
+ * another.
  *
- * Note [Block assignment]
- * Before the first plan, a client takes the free block that fits and was given
- * back longest ago. If none fits, all free blocks are freed and a new block is
- * allocated.
- *
- * Meanwhile the arena records conflicts: pairs of clients that may not share a
- * block. Two clients conflict if they held blocks at the same time. They also
- * conflict if sharing would make one lane wait for another:
- * - one gave its block back behind a collective (its reduction may still run)
- *   and the other took a block next;
- * - one gave its block back behind compute, and the next all-gather took a
- *   block with no other all-gather between (the two should overlap).
- *
- * fsdp_arena_plan() colours the conflict graph, largest client first. Clients
- * of one colour share one block of the largest client's size for the rest of
- * the run. Addresses are then fixed and a step allocates nothing. If a client
- * finds its planned block held, because the order changed, it takes a block by
- * the first rule and the next plan starts anew.
+ * Note [Blocks of a step]
+ * On a device with streams a block lives as long as its client holds it, so
+ * what only backward needs is not there in forward.
+ * - Its memory comes from COMPUTE, the stream of the user's tensors, and goes
+ *   back to it: what a unit leaves, activations can have, and the other way
+ *   round. Memory that is used again is always behind COMPUTE's work so far.
+ * - Another lane that takes a block waits for what COMPUTE has at that moment,
+ *   because that work may still use the memory.
+ * - The gather of a unit in forward must not wait for the unit before it. So
+ *   its block is *reserved* one unit ahead, and it waits for what COMPUTE had
+ *   then: beside what is kept there are the running unit and the next one. In
+ *   backward a gather is issued one unit ahead, with the same effect.
+ * - A block that is given back on COMPUTE goes at once. One that another lane
+ *   uses last, a reduction's, *leaves*: it goes when COMPUTE next takes a block
+ *   (the next unit's gradients are complete) or joins the reductions. COMPUTE
+ *   then waits for its last use. So one unit's reduction runs beside the next
+ *   unit's backward, and one gradient block exists at a time.
+ * - The host decides all of this in the order of its calls. It waits for
+ *   nothing, and memory is the same on every run.
+ * - In a capture the same calls take memory of the graph, whose allocator keeps
+ *   the addresses. No block is held where a capture begins or ends.
  *
  * Note [Memory on a host]
- * A host has no streams: a block that is given back is free at once, and other
- * code can use its memory. There blocks are not kept for the run: less memory
- * at the peak, though a step allocates. A client takes the free block of its
- * exact size that was given back last, which is still in the caches. If there
- * is none, all free blocks are freed, so that none of another size waits while
- * one is allocated. One free block of a size is enough for a backward: when
- * accumulated gradients are reduced, a second would only pile up. At the end of
- * backward the plan frees all that nobody holds. The engine takes and gives
- * back as late and as early as it can: a gradient block when a unit's gradients
- * are complete, back when its reduction has ended, before the next unit is
- * gathered (Note [Least memory in backward] in backward.c).
- *
- * Note [Memory that blocks leave]
- * Blocks lie in memory that the device's allocator keeps apart from the user's
- * tensors (Note [Streams of blocks] in provider.cpp). Memory that a plan no
- * longer needs would stay there unused, so the plan gives it back, once. When
- * the device runs out of memory, free blocks are freed before the caller fails.
- *
- * Note [Pinned blocks]
- * A captured step has the addresses of blocks in its graph. While the arena is
- * pinned it frees no block and makes no plan, so that they stay what they are;
- * clients still share them with eager steps, in the order of the lanes.
+ * A host has no streams, and its allocator no cache: a block that is given back
+ * is kept for the next client of its exact size; the one given back last is
+ * still in the caches. If there is none, all free blocks are freed, so that
+ * none of another size waits while one is allocated. One free block of a size
+ * is enough for a backward: when accumulated gradients are reduced, a second
+ * would only pile up. At the end of backward all free blocks go. The engine
+ * takes and gives back as late and as early as it can: a gradient block when a
+ * unit's gradients are complete, back when its reduction has ended, before the
+ * next unit is gathered (Note [Least memory in backward] in backward.c).
  */
 #ifndef FSDP_ARENA_ARENA_H
 #define FSDP_ARENA_ARENA_H
@@ -99,8 +87,8 @@ FSDP_NODISCARD fsdp_status fsdp_arena_resize_client(fsdp_arena *arena,
                                                     fsdp_error *error);
 
 /*
- * Gives `client` a block for work on `lane`, which waits for the block's free
- * event. data [out] borrowed until the block is given back.
+ * Gives `client` a block for work on `lane`, which waits until it may use it.
+ * data [out] borrowed until the block is given back.
  *
  * FSDP_INVALID_STATE  the client holds a block already.
  * FSDP_OUT_OF_MEMORY, or what the port reports.
@@ -109,38 +97,30 @@ FSDP_NODISCARD fsdp_status fsdp_arena_take(fsdp_arena *arena, int64_t client,
                                            fsdp_lane lane, void **data,
                                            fsdp_error *error);
 
-/* Gives the client's block back. It is free once the work now on `lane` is
- * done. FSDP_INVALID_STATE: the client holds none. The block is given back even
- * if recording the event fails. */
+/* Gives the client's block back after the work now on `lane`; what other lanes
+ * did with it, COMPUTE or `lane` has waited for. FSDP_INVALID_STATE: the client
+ * holds none. The block is given back even if recording the event fails. */
 FSDP_NODISCARD fsdp_status fsdp_arena_give(fsdp_arena *arena, int64_t client,
                                            fsdp_lane lane, fsdp_error *error);
 
 /* The block that `client` holds, or NULL. Borrowed. */
 void *fsdp_arena_data(const fsdp_arena *arena, int64_t client);
 
-/*
- * Assigns a block to every client that ever took one, allocates missing blocks
- * and frees unused ones. Call it between steps, when the lanes have joined.
- * Does nothing if the plan still holds or a block is held. If the device has no
- * memory for new blocks, the old ones are freed first. After a failure the
- * arena has no plan. On a host it frees the free blocks.
- */
-FSDP_NODISCARD fsdp_status fsdp_arena_plan(fsdp_arena *arena,
-                                           fsdp_error *error);
+/* Allocates a block of `nbytes` for the next take of this size that is not on
+ * COMPUTE: it waits for the work that COMPUTE has now. Any other take of that
+ * kind drops it. Where memory is short there is none. Nothing on a host. */
+FSDP_NODISCARD fsdp_status fsdp_arena_reserve(fsdp_arena *arena, int64_t nbytes,
+                                              fsdp_error *error);
+/* Drops what is reserved. Cannot fail. */
+void fsdp_arena_unreserve(fsdp_arena *arena);
 
-/* From now on no block is freed, until as many unpins. Then the device must
- * have done all that uses them behind the arena's back. Cannot fail. */
-void fsdp_arena_pin(fsdp_arena *arena);
-void fsdp_arena_unpin(fsdp_arena *arena);
+/* Lets the blocks go that are leaving: COMPUTE waits for their last uses. On a
+ * host the free blocks go. */
+FSDP_NODISCARD fsdp_status fsdp_arena_settle(fsdp_arena *arena,
+                                             fsdp_error *error);
 
-/* Every block that nobody holds is free after the work now on `lane`, whatever
- * its free event said. */
-FSDP_NODISCARD fsdp_status fsdp_arena_renew_events(fsdp_arena *arena,
-                                                   fsdp_lane lane,
-                                                   fsdp_error *error);
-
-/* Frees all free blocks; later takes allocate again. Returns whether there were
- * any: none while it is pinned. May block the host. Cannot fail. */
+/* Lets all blocks go that nobody holds, for memory is short. Returns whether
+ * that left any memory. May block the host. Cannot fail. */
 bool fsdp_arena_trim(fsdp_arena *arena);
 
 /* Cannot fail. */

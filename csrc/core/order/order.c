@@ -86,6 +86,10 @@ fsdp_status fsdp_order_post_forward(fsdp_order *order, int64_t unit,
   return append(&order->post_forward, unit, error);
 }
 
+bool fsdp_order_is_known(const fsdp_order *order) {
+  return !order->is_off_record;
+}
+
 int64_t fsdp_order_next_forward(const fsdp_order *order, int64_t distance) {
   assert(distance >= 1);
   if (order->is_off_record) return -1;

@@ -43,6 +43,9 @@ FSDP_NODISCARD fsdp_status fsdp_order_post_forward(fsdp_order *order,
                                                    int64_t unit,
                                                    fsdp_error *error);
 
+/* Whether this iteration still follows the previous one. */
+bool fsdp_order_is_known(const fsdp_order *order);
+
 /*
  * The unit that entered forward `distance` (>= 1) entries after the current one
  * in the previous iteration; -1 if the record ends there. Also -1 once this

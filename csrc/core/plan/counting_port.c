@@ -78,9 +78,8 @@ done:
   return status;
 }
 
-static void block_free(void *context, void *block, int64_t nbytes,
-                       fsdp_event *last_use) {
-  (void)block, (void)last_use;
+static void block_free(void *context, void *block, int64_t nbytes) {
+  (void)block;
   fsdp_counting_device_drop(context, FSDP_COUNTED_BLOCKS, nbytes);
 }
 

@@ -47,13 +47,13 @@ typedef struct fsdp_device_ops {
   /* Memory. block [out] new; aligned to at least 64 bytes; nbytes >= 1. */
   fsdp_status (*block_alloc)(void *context, int64_t nbytes, void **block,
                              fsdp_error *error);
-  /* Gives a block back to the device once `last_use` (NULL: never used) has
-   * happened; may block the host. Cannot fail. */
-  void (*block_free)(void *context, void *block, int64_t nbytes,
-                     fsdp_event *last_use);
-  /* Gives what freed blocks have left with the device's allocator back to the
-   * device; may be slow. May be NULL: nothing is left. Cannot fail. */
-  void (*memory_release)(void *context);
+  /* The memory belongs to COMPUTE: before another lane uses a new block it
+   * waits for what COMPUTE has then, and before a block is freed COMPUTE has
+   * waited for all other lanes that used it. Cannot fail. */
+  void (*block_free)(void *context, void *block, int64_t nbytes);
+  /* Lets memory go that was kept for later blocks; may be slow. Whether there
+   * was any. May be NULL: none is kept. Cannot fail. */
+  bool (*memory_release)(void *context);
   /* Blocks in host memory (pinned where there is an accelerator). */
   fsdp_status (*host_alloc)(void *context, int64_t nbytes, void **block,
                             fsdp_error *error);

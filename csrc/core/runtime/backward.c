@@ -52,9 +52,11 @@ static fsdp_status prefetch_backward(fsdp_engine *engine, fsdp_error *error) {
 }
 
 /* Note [Least memory in backward]
- * On a host a prefetched block, or a gradient block that is being reduced, is
- * memory that activations could have. There, a unit prefetches the next one
- * when its own gradients are reduced. So backward holds the outermost unit and
+ * A gradient block is taken when all gradients of the unit are there, and takes
+ * the place of its parameters; until then autograd's gradients wait. On a host
+ * a prefetched block, or a gradient block that is being reduced, is memory that
+ * activations could have, too. There, a unit prefetches the next one when its
+ * own gradients are reduced. So backward holds the outermost unit and
  * either a unit's parameters and the gradients that it has, or its gradients
  * and their block. The root, if its backward comes first, prefetches early: the
  * unit that runs next.
@@ -157,15 +159,12 @@ static bool is_to_reduce(const fsdp_unit *unit) {
 static fsdp_status settle_grads(fsdp_unit *unit, fsdp_error *error) {
   fsdp_status status = FSDP_OK;
 
-  if (fsdp_engine_priv_is_host(unit->engine)) { /* first the free memory */
-    FSDP_TRY(reshard_after_backward(unit, error));
-  }
+  FSDP_TRY(reshard_after_backward(unit, error)); /* first the free memory */
   if (!is_to_reduce(unit)) {
     FSDP_TRY(fsdp_unit_priv_pack_grads(unit, error));
   } else if (!fsdp_unit_priv_leaves_grads(unit)) {
     FSDP_TRY(fsdp_unit_priv_fill_grads(unit, error));
   }
-  FSDP_TRY(reshard_after_backward(unit, error));
 done:
   return status;
 }
@@ -356,7 +355,9 @@ fsdp_status fsdp_engine_finish_backward(fsdp_engine *engine,
   engine->in_backward = false;
   engine->ran_forward = false;
   FSDP_TRY(fsdp_engine_priv_await_readers(engine, &local));
-  FSDP_TRY(fsdp_arena_plan(engine->arena, &local));
+  if (!engine->has_open_reduces || fsdp_engine_priv_is_host(engine)) {
+    FSDP_TRY(fsdp_arena_settle(engine->arena, &local));
+  }
 done:
   if (status != FSDP_OK) {
     if (engine->in_backward) fail_open_units(engine, &local);

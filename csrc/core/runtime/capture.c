@@ -3,13 +3,12 @@
  *
  * Note [Captured steps]
  * A graph holds addresses and an order of work, no host. So
- * - blocks that a captured step used are pinned (Note [Pinned blocks] in
- *   arena.h);
+ * - no block is held where a capture begins or ends, so those of the step are
+ *   allocated inside, and their memory is the graph's (Note [Blocks of a step]
+ *   in arena.h);
  * - inside a capture no lane may wait for an event from outside it, nor later
  *   outside for one from inside. All lanes follow COMPUTE at its start and are
- *   followed by it at its end. Between steps COMPUTE has followed every use of
- *   a block, so at both borders the free events of blocks are recorded anew, on
- *   COMPUTE;
+ *   followed by it at its end. No event outlives a step;
  * - a replay is work of COMPUTE, of which the engine knows nothing. It finds
  *   every unit at rest, as the capture did, and leaves it so, without
  *   gradients. What comes next waits for COMPUTE, as after an optimizer.
@@ -123,20 +122,14 @@ fsdp_status fsdp_engine_begin_capture(fsdp_engine *engine, fsdp_error *error) {
     FSDP_TRY(check_unit(engine->units[i], error));
   }
   FSDP_TRY(bring_to_rest(engine, error));
-  fsdp_arena_pin(engine->arena);
   engine->is_capturing = true;
   engine->num_captured_units = engine->num_units;
 done:
   return status;
 }
 
-fsdp_status fsdp_engine_end_capture(fsdp_engine *engine, fsdp_error *error) {
+void fsdp_engine_end_capture(fsdp_engine *engine) {
   engine->is_capturing = false;
-  return fsdp_arena_renew_events(engine->arena, FSDP_LANE_COMPUTE, error);
-}
-
-void fsdp_engine_release_capture(fsdp_engine *engine) {
-  fsdp_arena_unpin(engine->arena);
 }
 
 bool fsdp_engine_is_capturing(const fsdp_engine *engine) {
@@ -152,7 +145,6 @@ fsdp_status fsdp_engine_fork_lanes(fsdp_engine *engine, fsdp_error *error) {
     FSDP_TRY(ops->event_wait(ops->context, (fsdp_lane)lane,
                              engine->compute_done, error));
   }
-  FSDP_TRY(fsdp_arena_renew_events(engine->arena, FSDP_LANE_COMPUTE, error));
 done:
   return status;
 }

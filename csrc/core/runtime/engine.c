@@ -172,6 +172,10 @@ static void join_lanes(fsdp_engine *engine) {
 void fsdp_engine_reset(fsdp_engine *engine) {
   join_lanes(engine);
   for (size_t i = 0; i < engine->num_units; i++) reset_unit(engine->units[i]);
+  fsdp_arena_unreserve(engine->arena);
+  if (!fsdp_engine_priv_is_host(engine)) {
+    (void)!fsdp_arena_settle(engine->arena, NULL);
+  }
   /* The ranks may have failed at different collectives. */
   engine->order_fingerprint = FSDP_ORDER_FINGERPRINT;
   fsdp_engine_priv_reset_reduces(engine);

@@ -442,12 +442,11 @@ void fsdp_engine_reset(fsdp_engine *engine);
  * Capturing a step in a graph of the device, and replaying it: see Note
  * [Captured steps] in capture.c. The order of the calls:
  *
- * 1. begin_capture refuses, or pins the blocks.
+ * 1. begin_capture refuses, or brings the units to rest.
  * 2. The capture begins. fork_lanes; a whole step, whose gradients are cleared
  *    at its end; join_lanes. The capture ends.
  * 3. end_capture, also if the step or the capture failed.
  * 4. begin_replay and a replay on COMPUTE, any number of times.
- * 5. release_capture once, when no replay runs or follows.
  *
  * FSDP_INVALID_STATE: the engine is in the middle of a step, or a unit cannot
  * be captured or replayed, at all or in the state that it is in.
@@ -458,11 +457,9 @@ FSDP_NODISCARD fsdp_status fsdp_engine_fork_lanes(fsdp_engine *engine,
                                                   fsdp_error *error);
 FSDP_NODISCARD fsdp_status fsdp_engine_join_lanes(fsdp_engine *engine,
                                                   fsdp_error *error);
-FSDP_NODISCARD fsdp_status fsdp_engine_end_capture(fsdp_engine *engine,
-                                                   fsdp_error *error);
+void fsdp_engine_end_capture(fsdp_engine *engine);
 FSDP_NODISCARD fsdp_status fsdp_engine_begin_replay(fsdp_engine *engine,
                                                     fsdp_error *error);
-void fsdp_engine_release_capture(fsdp_engine *engine);
 bool fsdp_engine_is_capturing(const fsdp_engine *engine);
 
 /* What a summon shows, and where. */

@@ -69,7 +69,8 @@ FSDP_NODISCARD fsdp_status fsdp_engine_priv_close_launch(
     fsdp_error *error);
 
 /* memory.c */
-/* A block besides those of the arena; give it back with block_free. */
+/* A block besides those of the arena; give it back with block_free. COMPUTE may
+ * use it at once, other lanes after a wait for COMPUTE. */
 FSDP_NODISCARD fsdp_status fsdp_engine_priv_alloc(fsdp_engine *engine,
                                                   int64_t nbytes, void **block,
                                                   fsdp_error *error);
@@ -239,6 +240,9 @@ FSDP_NODISCARD fsdp_status fsdp_unit_priv_show_shapes(fsdp_unit *unit,
                                                       fsdp_error *error);
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_hide_shapes(fsdp_unit *unit,
                                                       fsdp_error *error);
+/* Reserves the block of the unit's next unshard; it has none. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_reserve(const fsdp_unit *unit,
+                                                  fsdp_error *error);
 /* Unshards `engine->units[index]` ahead of its use, if it is at rest; an index
  * below 0 is fine. */
 FSDP_NODISCARD fsdp_status fsdp_engine_priv_prefetch(fsdp_engine *engine,

@@ -47,6 +47,25 @@ done:
   return status;
 }
 
+/* Reserves the block of the unit that is gathered next, so that its gather need
+ * not wait for `unit`: see Note [Blocks of a step] in arena.h. Where the order
+ * is not known, units are alike, but for the root. */
+static fsdp_status reserve_next(const fsdp_unit *unit, fsdp_error *error) {
+  const fsdp_engine *engine = unit->engine;
+  if (fsdp_engine_priv_is_host(engine)) return FSDP_OK;
+  if (!fsdp_order_is_known(engine->order)) {
+    if (unit == engine->root) return FSDP_OK;
+    return fsdp_unit_priv_reserve(unit, error);
+  }
+  for (int64_t distance = 1;; distance++) {
+    const int64_t index = fsdp_order_next_forward(engine->order, distance);
+    if (index < 0) return FSDP_OK;
+    const fsdp_unit *next = engine->units[index];
+    if (!fsdp_unit_state_is_at_rest(next->state)) continue; /* has its block */
+    return fsdp_unit_priv_reserve(next, error);
+  }
+}
+
 /* The outermost unit leaves: unused prefetches are dropped, blocks kept for
  * backward stay shown or are hidden. The user may write
  * the shards on the host next, so the host waits for the uploads, unless a
@@ -54,6 +73,7 @@ done:
 static fsdp_status end_iteration(fsdp_engine *engine, bool expects_backward,
                                  fsdp_error *error) {
   fsdp_status status = FSDP_OK;
+  fsdp_arena_unreserve(engine->arena);
   for (size_t i = 0; i < engine->num_units; i++) {
     fsdp_unit *unit = engine->units[i];
     if (unit->is_pinned) continue;
@@ -107,6 +127,8 @@ fsdp_status fsdp_unit_pre_forward(fsdp_unit *unit, bool in_backward,
   } else if (unit->options.forward_prefetch) {
     FSDP_TRY(fsdp_engine_priv_prefetch(
         engine, fsdp_order_next_forward(engine->order, 1), error));
+  } else {
+    FSDP_TRY(reserve_next(unit, error));
   }
   FSDP_TRY(fsdp_unit_priv_wait_unshard(unit, error));
   unit->step.ran_forward = true;

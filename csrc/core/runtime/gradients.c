@@ -64,6 +64,9 @@ fsdp_status fsdp_engine_join_reduces(fsdp_engine *engine, fsdp_error *error) {
   FSDP_TRY(fsdp_engine_priv_wait_reduces(engine, error));
   fsdp_engine_priv_end(engine, NULL, span, 0, 0);
   engine->has_open_reduces = false;
+  if (!fsdp_engine_priv_is_host(engine)) { /* there, at the end of backward */
+    FSDP_TRY(fsdp_arena_settle(engine->arena, error));
+  }
 done:
   return status;
 }
@@ -123,11 +126,7 @@ void fsdp_unit_priv_free_partial(fsdp_unit *unit) {
   if (unit->partial_block == NULL) return;
   (void)!fsdp_engine_join_reduces(unit->engine, NULL); /* best effort */
   views->keep_grads(views->context, unit->options.owner, FSDP_VIEW_PARTIAL);
-  /* If the record fails, the older event is what is left to wait for. */
-  (void)!ops->event_record(ops->context, unit->unsharded, FSDP_LANE_COMPUTE,
-                           NULL);
-  ops->block_free(ops->context, unit->partial_block, unit->partial_nbytes,
-                  unit->unsharded);
+  ops->block_free(ops->context, unit->partial_block, unit->partial_nbytes);
   unit->partial_block = NULL;
 }
 

@@ -1,7 +1,6 @@
 /*
  * Device memory besides the arena's blocks. Where the device has none left, the
- * blocks that nobody holds are freed and the call is made once more. See Note
- * [Memory that blocks leave] in arena.h.
+ * blocks that nobody holds are freed and the call is made once more.
  */
 #include "runtime/engine_priv.h"
 

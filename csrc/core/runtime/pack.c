@@ -28,9 +28,6 @@ fsdp_status fsdp_unit_priv_add_grad(fsdp_unit *unit, const fsdp_grad *grad,
       fsdp_flat_layout_slot(unit->options.layout, grad->param);
   fsdp_status status = FSDP_OK;
 
-  if (!fsdp_engine_priv_is_host(unit->engine)) {
-    FSDP_TRY(fsdp_unit_priv_open_grads(unit, error));
-  }
   /* A second gradient of one parameter (a nested backward): add it after the
    * first. */
   if (is_pending(unit, grad->param)) {

@@ -14,10 +14,9 @@
 #include "order/order.h"
 #include "runtime/engine.h"
 
-/* Gradients wait to be packed together until they are this large: few launches
- * for small parameters, early release for large ones. On a host, where blocks
- * come and go, they wait until the unit's are complete, unless its block is
- * there. */
+/* Gradients wait to be packed together until the unit's are complete. If its
+ * block is there before, only until they are this large: few launches for small
+ * parameters, early release for large ones. */
 enum { FSDP_PACK_THRESHOLD_NBYTES = 1 << 20 };
 
 /* Which gradients of a unit hold a value: a set. A reduction adds what the
@@ -270,7 +269,7 @@ static inline int64_t fsdp_unit_priv_num_reduced(const fsdp_unit *unit) {
   return unit->num_segments + (unit->options.finds_unused ? 1 : 0);
 }
 
-/* Whether blocks come and go: Note [Memory on a host] in arena.h. */
+/* Whether the device has no streams: Note [Memory on a host] in arena.h. */
 static inline bool fsdp_engine_priv_is_host(const fsdp_engine *engine) {
   return engine->ops.is_host;
 }

@@ -351,8 +351,9 @@ fsdp_status fsdp_unit_priv_enqueue_reduce(fsdp_unit *unit, fsdp_error *error) {
   if (is_partial && partial_lane == FSDP_LANE_COMPUTE) {
     return end_partial(unit, partial_lane, error);
   }
-  if (!is_partial && !is_host) {
-    FSDP_TRY(fsdp_unit_priv_make_grad_shards(unit, error));
+  if (!is_host) { /* there, when it has ended */
+    FSDP_TRY(is_partial ? fsdp_unit_priv_take_partial(unit, error)
+                        : fsdp_unit_priv_make_grad_shards(unit, error));
   }
   if (partial_lane == FSDP_LANE_COMPUTE) {
     FSDP_TRY(use_partial(unit, partial_lane, error));

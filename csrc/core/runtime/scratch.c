@@ -21,8 +21,10 @@ static int64_t largest_need(const fsdp_engine *engine, int64_t nbytes) {
 static void free_one(fsdp_engine *engine, fsdp_scratch *scratch) {
   const fsdp_device_ops *ops = &engine->ops;
   if (scratch->block == NULL) return;
-  ops->block_free(ops->context, scratch->block, scratch->block_nbytes,
-                  scratch->free_event);
+  /* Who waits for that work next reports its failure. */
+  (void)!ops->event_wait(ops->context, FSDP_LANE_COMPUTE, scratch->free_event,
+                         NULL);
+  ops->block_free(ops->context, scratch->block, scratch->block_nbytes);
   scratch->block = NULL;
   scratch->block_nbytes = 0;
 }
@@ -47,6 +49,11 @@ fsdp_status fsdp_engine_priv_take_scratch(fsdp_engine *engine, int64_t nbytes,
     FSDP_TRY(fsdp_engine_priv_alloc(engine, need, &scratch->block, error));
     scratch->block_nbytes = need;
     if (need > engine->peak_scratch_nbytes) engine->peak_scratch_nbytes = need;
+    if (!is_host) {
+      FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_REDUCE,
+                                          FSDP_LANE_COMPUTE,
+                                          engine->compute_done, error));
+    }
   }
   *data = scratch->block;
 done:

@@ -160,11 +160,7 @@ static void free_device_block(fsdp_unit *unit, bool is_grad) {
   const fsdp_device_ops *ops = &unit->engine->ops;
   fsdp_summoned *whole = whole_of(unit, is_grad);
   if (whole->block == NULL) return;
-  /* If the record fails, the older event is what is left to wait for. */
-  (void)!ops->event_record(ops->context, unit->unsharded, FSDP_LANE_COMPUTE,
-                           NULL);
-  ops->block_free(ops->context, whole->block, whole_nbytes(unit, is_grad),
-                  unit->unsharded);
+  ops->block_free(ops->context, whole->block, whole_nbytes(unit, is_grad));
   whole->block = NULL;
 }
 

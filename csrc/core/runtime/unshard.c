@@ -41,6 +41,12 @@ static void place_segments(fsdp_unit *unit, void *block) {
   }
 }
 
+/* The lane that uses the unit's block first. */
+static fsdp_lane first_lane(const fsdp_unit *unit, bool of_parts) {
+  return unit->options.offloads && !of_parts ? FSDP_LANE_UPLOAD
+                                             : FSDP_LANE_UNSHARD;
+}
+
 /* Takes the block that this unshard needs. */
 static fsdp_status take_block(fsdp_unit *unit, bool of_parts, void **block,
                               fsdp_error *error) {
@@ -52,10 +58,7 @@ static fsdp_status take_block(fsdp_unit *unit, bool of_parts, void **block,
                                    &unit->full_client, error));
   }
   FSDP_TRY(fsdp_arena_take(engine->arena, param_client(unit),
-                           unit->options.offloads && !of_parts
-                               ? FSDP_LANE_UPLOAD
-                               : FSDP_LANE_UNSHARD,
-                           block, error));
+                           first_lane(unit, of_parts), block, error));
 done:
   return status;
 }
@@ -272,10 +275,10 @@ static fsdp_status gather_for_others(fsdp_unit *unit, bool is_full,
     FSDP_TRY(views->take_params(views->context, unit->options.owner,
                                 FSDP_VIEW_SHARDED, NULL, &any_copied, error));
   }
-  FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_UNSHARD,
+  FSDP_TRY(fsdp_engine_priv_alloc(engine, nbytes, &block, error));
+  FSDP_TRY(fsdp_engine_priv_wait_lane(engine, first_lane(unit, false),
                                       FSDP_LANE_COMPUTE, engine->compute_done,
                                       error));
-  FSDP_TRY(fsdp_engine_priv_alloc(engine, nbytes, &block, error));
   unit->param_data = data;
   unit->is_full = is_full;
   place_segments(unit, block);
@@ -290,7 +293,7 @@ done:
         engine, FSDP_LANE_COMPUTE, last_use, engine->compute_done,
         is_first ? error : NULL);
     if (is_first) status = waited;
-    ops->block_free(ops->context, block, nbytes, engine->compute_done);
+    ops->block_free(ops->context, block, nbytes);
   }
   fsdp_free(data);
   return status;
@@ -537,8 +540,7 @@ fsdp_status fsdp_unit_priv_reshard(fsdp_unit *unit, fsdp_error *error) {
     if (unit->is_extended) {
       views->ungather(views->context, unit->options.owner);
     }
-    FSDP_TRY(give_block(unit, was_used ? FSDP_LANE_COMPUTE : FSDP_LANE_UNSHARD,
-                        &local));
+    FSDP_TRY(give_block(unit, FSDP_LANE_COMPUTE, &local));
   }
   FSDP_TRY(fsdp_unit_priv_advance(unit, FSDP_EVENT_RESHARD, &local));
   fsdp_engine_priv_end(unit->engine, unit, span, 0,
@@ -576,6 +578,13 @@ fsdp_status fsdp_unit_priv_hide(fsdp_unit *unit, fsdp_error *error) {
 done:
   if (status != FSDP_OK) fsdp_unit_priv_fail(unit, &local, error);
   return status;
+}
+
+fsdp_status fsdp_unit_priv_reserve(const fsdp_unit *unit, fsdp_error *error) {
+  const int64_t nbytes = fsdp_unit_priv_wants_full(unit) ? unit->full_nbytes
+                                                         : unit->param_nbytes;
+  if (unit->is_resident || unit->is_summoned) return FSDP_OK;
+  return fsdp_arena_reserve(unit->engine->arena, nbytes, error);
 }
 
 fsdp_status fsdp_engine_priv_prefetch(fsdp_engine *engine, int64_t index,

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
@@ -146,6 +147,9 @@ bool is_switched_on(const char *name) {
   return value != nullptr && std::strcmp(value, "1") == 0;
 }
 
+// A transport of this process was made to have symmetric windows.
+std::atomic<bool> wants_windows{false};
+
 fsdp_nccl_tuning core_tuning(const NcclTuning &tuning) {
   const auto value = [](const std::optional<int> &each) {
     return each.value_or(FSDP_NCCL_CONFIG_UNDEFINED);
@@ -167,6 +171,10 @@ void know_stream(c10::Stream stream) {
   Streams &all = streams();
   const std::lock_guard<std::mutex> lock(all.mutex);
   all.by_handle.insert_or_assign(stream.native_handle(), stream);
+}
+
+bool knows_blocks() {
+  return wants_windows || is_switched_on("FSDP_C_NCCL_REGISTER");
 }
 
 bool is_nccl(const fsdp_transport &transport) {
@@ -262,6 +270,7 @@ std::shared_ptr<fsdp_transport> join_nccl(
   options.tuning = core_tuning(tuning);
   options.splits_channels = is_switched_on("FSDP_C_NCCL_SPLIT");
   options.is_symmetric = is_switched_on("FSDP_C_NCCL_SYMMETRIC");
+  wants_windows = wants_windows || options.is_symmetric;
   options.release = release_owner;
   options.owner = owner.get();
   fsdp_transport *transport = nullptr;

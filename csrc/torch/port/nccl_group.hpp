@@ -21,6 +21,9 @@ c10::Stream known_stream(void *handle);
 
 bool is_nccl(const fsdp_transport &transport);
 
+// Whether NCCL may be told of blocks at all.
+bool knows_blocks();
+
 // Tells every one of the groups' transports that is NCCL of a new block, and
 // returns these. A block is symmetric if it is of symmetric memory.
 std::vector<std::shared_ptr<fsdp_transport>> enter_block(

@@ -11,6 +11,7 @@
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
 #include <optional>
 
 #include "host/kernels.h"
@@ -47,7 +48,8 @@ Provider::Provider(c10::Device device)
     : device_(device), has_streams_(!device.is_cpu()) {
   if (!has_streams_) return;
   const c10::impl::VirtualGuardImpl guard(device.type());
-  for (int lane = 0; lane < FSDP_NUM_LANES; lane++) {
+  streams_.push_back(guard.getDefaultStream(device));  // COMPUTE: see stream_of
+  for (int lane = FSDP_LANE_UNSHARD; lane < FSDP_NUM_LANES; lane++) {
     streams_.push_back(guard.getStreamFromGlobalPool(device, true));
     know_stream(streams_.back());
   }
@@ -67,48 +69,75 @@ at::Tensor Provider::host_view(void *data, int64_t nbytes) {
 }
 
 // Note [Streams of blocks]
-// A caching allocator hands out memory that the current stream still uses,
-// since later work of that stream comes after. Lanes do not: they use a new
-// block at once. Blocks therefore belong to a stream of their own, on which
-// nothing runs, and are given back after their last use. Memory that was given
-// back stays in that stream's cache, of no use to the user's tensors, until the
-// cache is emptied (Note [Memory that blocks leave] in arena.h).
-// The host waits for that stream, which costs next to nothing, for two reasons:
-// torch has 32 streams to give, so another engine may have this one as a lane;
-// and an allocator that is ordered by streams (cudaMallocAsync) hands out
-// memory that is there from its turn in the stream on. In a capture the host
-// must not wait, and has waited for the device before.
+// A caching allocator hands out memory that its stream still uses, since later
+// work of that stream comes after. Blocks belong to the step's stream, which is
+// COMPUTE, so they and the user's tensors are made of the same memory. The core
+// lets other lanes wait for COMPUTE before they use a block, and COMPUTE for
+// them before it goes: the host waits for nothing. That also holds for an
+// allocator that is ordered by streams (cudaMallocAsync). A block that was kept
+// over a change of the step's stream goes back to the older one, which waits
+// for what the newer one did with it. In a capture the memory is the graph's.
+// Memory that NCCL knows (symmetric, or registered) would cost a registration
+// each time. Such blocks are kept for later ones of their size, and only run
+// out of memory gives them back; none is in a graph.
 void *Provider::allocate(int64_t nbytes) {
+  const bool is_captured =
+      engine != nullptr && fsdp_engine_is_capturing(engine);
   Block made;
+  made.nbytes = nbytes;
   if (!has_streams_) {
     made.data = make_kept_host_memory(static_cast<size_t>(nbytes));
+  } else if (knows_blocks() && !is_captured) {
+    if (void *kept = take_kept_block(nbytes)) return kept;
+    make_known_block(&made);
   } else {
-    const c10::StreamGuard guard(streams_[FSDP_LANE_COMPUTE]);
-    const auto transports = nccl_transports();
-    if (wants_symmetric_memory(transports)) {
-      made.data = make_symmetric_memory(nbytes, device_);
-      if (!made.data) {
-        release_memory();  // torch's allocator may keep what NCCL needs
-        made.data = make_symmetric_memory(nbytes, device_);
-      }
-    }
-    const bool is_symmetric = static_cast<bool>(made.data);
-    if (is_symmetric) {
-      made.symmetric_nbytes = nbytes;
-    } else {
-      made.data = c10::GetAllocator(device_.type())
-                      ->allocate(static_cast<size_t>(nbytes));
-    }
-    if (!fsdp_engine_is_capturing(engine)) {
-      streams_[FSDP_LANE_COMPUTE].synchronize();
-    }
-    made.transports =
-        enter_block(transports, made.data.get(), nbytes, is_symmetric);
+    make_block(&made);
   }
   void *block = made.data.get();
-  symmetric_nbytes_ += made.symmetric_nbytes;
-  blocks_[block] = std::move(made);
+  if (made.transports.empty()) {
+    blocks_[block] = std::move(made);
+  } else {
+    made.is_used = true;
+    kept_blocks_.push_back(std::move(made));
+  }
   return block;
+}
+
+void Provider::make_block(Block *block) const {
+  block->stream = stream_of(FSDP_LANE_COMPUTE);
+  block->data = c10::GetAllocator(device_.type())
+                    ->allocate(static_cast<size_t>(block->nbytes));
+}
+
+void *Provider::take_kept_block(int64_t nbytes) {
+  for (Block &kept : kept_blocks_) {  // in one order: ranks use equal ones
+    if (kept.is_used || kept.nbytes != nbytes) continue;
+    kept.is_used = true;
+    return kept.data.get();
+  }
+  return nullptr;
+}
+
+void Provider::make_known_block(Block *block) {
+  const auto transports = nccl_transports();
+  if (wants_symmetric_memory(transports)) {
+    block->data = make_symmetric_memory(block->nbytes, device_);
+    if (!block->data && release_memory()) {  // torch may keep what NCCL needs
+      block->data = make_symmetric_memory(block->nbytes, device_);
+    }
+  }
+  block->is_symmetric = static_cast<bool>(block->data);
+  if (!block->is_symmetric) make_block(block);
+  block->transports = enter_block(transports, block->data.get(), block->nbytes,
+                                  block->is_symmetric);
+}
+
+int64_t Provider::symmetric_nbytes() const {
+  int64_t nbytes = 0;
+  for (const Block &kept : kept_blocks_) {
+    if (kept.is_symmetric) nbytes += kept.nbytes;
+  }
+  return nbytes;
 }
 
 std::vector<std::shared_ptr<fsdp_transport>> Provider::nccl_transports() const {
@@ -121,31 +150,50 @@ std::vector<std::shared_ptr<fsdp_transport>> Provider::nccl_transports() const {
   return found;
 }
 
-void Provider::free_block(void *block, fsdp_event *last_use) {
-  if (last_use != nullptr) {
-    if (!has_streams_) {
-      run_until(host_lanes_[last_use->lane], last_use->ticket);
-    } else if (last_use->is_recorded) {
-      last_use->event->synchronize();
-    }
+void Provider::free_block(void *block) {
+  if (!has_streams_) {
+    HostLane &lane = host_lanes_[FSDP_LANE_COMPUTE];
+    run_until(lane, lane.num_added);
+    blocks_.erase(block);
+    return;
   }
-  const Block &freed = blocks_.at(block);
-  for (const auto &transport : freed.transports) {
-    leave_block(*transport, block);
+  for (Block &kept : kept_blocks_) {
+    if (kept.data.get() != block) continue;
+    kept.is_used = false;
+    return;
   }
-  symmetric_nbytes_ -= freed.symmetric_nbytes;
-  blocks_.erase(block);
+  const auto freed = blocks_.extract(block);
+  const c10::Stream owner = *freed.mapped().stream;
+  const c10::Stream current = stream_of(FSDP_LANE_COMPUTE);
+  if (current == owner) return;
+  c10::Event last_use(device_.type());
+  last_use.record(current);
+  last_use.block(owner);
 }
 
-void Provider::release_memory() noexcept {
-  if (!has_streams_) return;
+bool Provider::drop_kept_blocks() {
+  const auto first_unused =
+      std::stable_partition(kept_blocks_.begin(), kept_blocks_.end(),
+                            [](const Block &kept) { return kept.is_used; });
+  if (first_unused == kept_blocks_.end()) return false;
+  stream_of(FSDP_LANE_COMPUTE).synchronize();
+  std::for_each(first_unused, kept_blocks_.end(), [](const Block &kept) {
+    for (const auto &transport : kept.transports) {
+      leave_block(*transport, kept.data.get());
+    }
+  });
+  kept_blocks_.erase(first_unused, kept_blocks_.end());
+  return true;
+}
+
+bool Provider::release_memory() {
+  if (!has_streams_) return false;
+  const bool any = drop_kept_blocks();
   auto *allocator =
       dynamic_cast<c10::DeviceAllocator *>(c10::GetAllocator(device_.type()));
-  if (allocator == nullptr) return;  // one without a cache
-  try {
-    allocator->emptyCache();
-  } catch (const std::exception &) {  // a capture of a graph: it stays there
-  }
+  if (allocator == nullptr) return any;  // one without a cache
+  allocator->emptyCache();
+  return true;
 }
 
 // Pinned, so that copies need not wait for the host.
@@ -179,9 +227,7 @@ void Provider::record(fsdp_event *event, fsdp_lane lane) {
     return;
   }
   if (!event->event.has_value()) event->event.emplace(device_.type());
-  const c10::impl::VirtualGuardImpl guard(device_.type());
-  event->event->record(lane == FSDP_LANE_COMPUTE ? guard.getStream(device_)
-                                                 : streams_[lane]);
+  event->event->record(stream_of(lane));
 }
 
 void Provider::wait(fsdp_lane lane, fsdp_event *event) {
@@ -190,15 +236,11 @@ void Provider::wait(fsdp_lane lane, fsdp_event *event) {
     run_until(host_lanes_[event->lane], event->ticket);
     return;
   }
-  const c10::impl::VirtualGuardImpl guard(device_.type());
-  event->event->block(lane == FSDP_LANE_COMPUTE ? guard.getStream(device_)
-                                                : streams_[lane]);
+  event->event->block(stream_of(lane));
 }
 
 void *Provider::native_stream(fsdp_lane lane) const {
-  const c10::impl::VirtualGuardImpl guard(device_.type());
-  return (lane == FSDP_LANE_COMPUTE ? guard.getStream(device_) : streams_[lane])
-      .native_handle();
+  return stream_of(lane).native_handle();
 }
 
 namespace {
@@ -219,17 +261,20 @@ fsdp_status block_alloc(void *context, int64_t nbytes, void **block,
   };
 }
 
-void block_free(void *context, void *block, int64_t /*nbytes*/,
-                fsdp_event *last_use) {
+void block_free(void *context, void *block, int64_t /*nbytes*/) {
   // A failed collective is reported where it is waited for, not here.
   try {
-    provider_of(context).free_block(block, last_use);
+    provider_of(context).free_block(block);
   } catch (...) {
   }
 }
 
-void memory_release(void *context) {
-  provider_of(context).release_memory();
+bool memory_release(void *context) {
+  try {
+    return provider_of(context).release_memory();
+  } catch (...) {  // a capture of a graph: it stays there
+    return false;
+  }
 }
 
 fsdp_status host_alloc(void *context, int64_t nbytes, void **block,

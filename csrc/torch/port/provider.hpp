@@ -11,6 +11,7 @@
 #include <array>
 #include <deque>
 #include <functional>
+#include <optional>
 #include <unordered_map>
 #include <vector>
 
@@ -42,9 +43,12 @@ class Provider {
   fsdp_device_ops ops();
 
   void *allocate(int64_t nbytes);
-  void free_block(void *block, fsdp_event *last_use);
-  // Empties the device allocator's cache.
-  void release_memory() noexcept;
+  // After what COMPUTE does now.
+  void free_block(void *block);
+  // Lets kept blocks go that are not in use. Whether there were any.
+  bool drop_kept_blocks();
+  // The same, and empties the device allocator's cache.
+  bool release_memory();
   void record(fsdp_event *event, fsdp_lane lane);
   void wait(fsdp_lane lane, fsdp_event *event);
 
@@ -102,7 +106,7 @@ class Provider {
   std::vector<int64_t> take_marks() noexcept;
 
   // Bytes of blocks in symmetric memory, which torch's allocator does not know.
-  int64_t symmetric_nbytes() const { return symmetric_nbytes_; }
+  int64_t symmetric_nbytes() const;
 
   bool has_streams() const { return has_streams_; }
   // The stream of a lane as the device's own handle.
@@ -143,18 +147,23 @@ class Provider {
   struct Marks;
   std::shared_ptr<Marks> marks_;  // null: no timeline
   bool has_streams_;
-  // By lane. COMPUTE is the current stream; its entry holds that of the blocks
-  // (Note [Streams of blocks] in provider.cpp).
+  // By lane; COMPUTE is the current stream, whatever its entry says.
   std::vector<c10::Stream> streams_;
   std::array<HostLane, FSDP_NUM_LANES> host_lanes_;
   // A block of the arena, and the transports that know its memory.
   struct Block {
     c10::DataPtr data;
+    int64_t nbytes = 0;
+    std::optional<c10::Stream> stream;  // where it is free; none: symmetric
     std::vector<std::shared_ptr<fsdp_transport>> transports;
-    int64_t symmetric_nbytes = 0;  // all or nothing
+    bool is_symmetric = false;
+    bool is_used = false;  // of a kept one
   };
+  void make_block(Block *block) const;
+  void make_known_block(Block *block);
+  void *take_kept_block(int64_t nbytes);
   std::unordered_map<void *, Block> blocks_;
-  int64_t symmetric_nbytes_ = 0;
+  std::vector<Block> kept_blocks_;  // Note [Streams of blocks] in provider.cpp
   std::unordered_map<void *, at::Tensor> host_blocks_;
 };
 
