@@ -194,7 +194,9 @@ fsdp_status recorder_priv_begin(recorder *self, fsdp_status code,
   const int64_t index = self->fail_at;
   if (index >= 0) self->fail_at--;
   if (index == 0) {
-    if (strncmp(line, "record ", 7) == 0) self->lacks_record = true;
+    if (strncmp(line, "record ", 7) == 0 || strncmp(line, "wait ", 5) == 0) {
+      self->lacks_order = true;
+    }
     return FSDP_FAIL(error, code, "injected at %s", line);
   }
   tape_append(self, line);

@@ -131,7 +131,7 @@ void recorder_set_answer(recorder *self, recorder_answer answer, void *context);
 
 /* The first time that two lanes touched the same memory, one of them writing,
  * and nothing said in which order; "" if there was none, or if a record of an
- * event was made to fail. */
+ * event, or a wait, was made to fail. */
 const char *recorder_race(const recorder *self);
 /* A test that provoked one goes on. */
 void recorder_clear_race(recorder *self);

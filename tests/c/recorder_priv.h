@@ -117,7 +117,7 @@ struct recorder {
   access *accesses;
   int64_t num_accesses;
   char race[256];    /* the first one */
-  bool lacks_record; /* one failed: an event says less than it should */
+  bool lacks_order; /* a record or a wait failed: less is ordered than should */
 };
 
 void *recorder_priv_must(void *pointer);

@@ -105,5 +105,5 @@ void recorder_clear_race(recorder *self) {
 }
 
 const char *recorder_race(const recorder *self) {
-  return self->lacks_record ? "" : self->race;
+  return self->lacks_order ? "" : self->race;
 }

@@ -34,7 +34,7 @@ static void capture(const char *step) {
       "record e1 replicate; wait compute e1; record e1 upload; "
       "wait compute e1; record e1 download; wait compute e1;");
   PLAY("clear");
-  CHECK_OK(fsdp_engine_end_capture(m.engine, NULL));
+  fsdp_engine_end_capture(m.engine);
 }
 
 /* A capture waits for nothing from before it, and nothing waits for what was
@@ -46,31 +46,25 @@ TEST(test_fences) {
   PLAY("step; check_grads");
   check_fenced();
   CHECK_TAPE_LACKS("captured");
-  fsdp_engine_release_capture(m.engine);
   PLAY("end");
 }
 
-/* Blocks stay while a graph has them, and can go after it. */
-TEST(test_pinned_blocks) {
-  model_start_tree(&m, NULL, 2);
-  PLAY("step; zero_grad");
-  capture("step; zero_grad");
-  const fsdp_engine_stats before = model_stats(&m);
-  CHECK(before.arena.num_blocks > 0);
-  recorder_limit_memory(m.device, recorder_live_nbytes(m.device));
-  CHECK(fsdp_unit_summon(m.units[0].unit, NULL, NULL) == FSDP_OUT_OF_MEMORY);
-  recorder_limit_memory(m.device, 0);
-  PLAY("reset; step; zero_grad; summon root; dismiss root; step; zero_grad");
-  /* Another order, of which a plan would free blocks. */
-  PLAY("enter root; enter b; leave b; enter a; leave a; leave root; backward");
-  PLAY("zero_grad; step; zero_grad");
-  CHECK_I64(model_stats(&m).arena.num_frees, before.arena.num_frees);
-  fsdp_engine_release_capture(m.engine);
-  recorder_limit_memory(m.device, recorder_live_nbytes(m.device));
-  PLAY("summon root; drop root");
-  CHECK(model_stats(&m).arena.num_frees > before.arena.num_frees);
-  recorder_limit_memory(m.device, 0);
-  PLAY("step; end");
+/* The memory of a captured step is taken and given back inside, where the
+ * device's allocator knows that it is the graph's. */
+TEST(test_memory_of_a_capture) {
+  const model_options options = {.keeps_after_forward = true,
+                                 .forward_prefetch = true};
+  model_start_tree(&m, &options, 2);
+  PLAY("step; zero_grad; forward"); /* kept for a backward */
+  CHECK(recorder_live_blocks(m.device) > 0);
+  CHECK_OK(fsdp_engine_begin_capture(m.engine, NULL));
+  CHECK_I64(recorder_live_blocks(m.device), 0);
+  CHECK_OK(fsdp_engine_fork_lanes(m.engine, NULL));
+  PLAY("step; zero_grad; forward");
+  CHECK_OK(fsdp_engine_join_lanes(m.engine, NULL));
+  CHECK_I64(recorder_live_blocks(m.device), 0);
+  fsdp_engine_end_capture(m.engine);
+  PLAY("step; check_grads; end");
 }
 
 /* A replay finds what the capture found. */
@@ -99,7 +93,6 @@ TEST(test_replays_find_units_at_rest) {
   PLAY("leave root; step; zero_grad; destroy b");
   CHECK_FAILS(fsdp_engine_begin_replay(m.engine, &error), FSDP_INVALID_STATE,
               error.message, "..captured with 3 units, of which 2 are left");
-  fsdp_engine_release_capture(m.engine);
   PLAY("end");
 }
 
@@ -132,7 +125,6 @@ TEST(test_refusals) {
   fsdp_engine_set_order_check(m.engine, false);
   CHECK_OK(fsdp_engine_begin_capture(m.engine, NULL));
   check_refused("..while another one is");
-  CHECK_OK(fsdp_engine_end_capture(m.engine, NULL));
-  fsdp_engine_release_capture(m.engine);
+  fsdp_engine_end_capture(m.engine);
   PLAY("step; end");
 }

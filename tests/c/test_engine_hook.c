@@ -18,13 +18,13 @@ TEST(test_step) {
   recorder_show_memory(m.device, true);
   PLAY("clear; backward");
   CHECK_TAPE(
-      "take_grads root; wait compute e6; show root unsharded; event e8; "
-      "alloc 32 b2; pack compute f32 x1 8@0 b2; release t1; "
-      "show root sharded; record e7 compute; grad_shard root 0; "
-      "record e1 compute; wait reduce e1; reduce_hook root reduce 0 b2; "
-      "accumulate reduce 4 f32->f32 x1 ? <- b2+16; record e8 reduce; "
+      "take_grads root; wait compute e6; show root unsharded; "
+      "show root sharded; free 32 b1; alloc 32 b2; pack compute f32 x1 8@0 b2; "
+      "release t1; grad_shard root 0; record e1 compute; wait reduce e1; "
+      "reduce_hook root reduce 0 b2; "
+      "accumulate reduce 4 f32->f32 x1 ? <- b2+16; record e7 reduce; "
       "record e2 reduce; wait compute e2; record e3 replicate; "
-      "wait compute e3; show_grads root sharded");
+      "wait compute e3; wait compute e7; free 32 b2; show_grads root sharded");
   PLAY("check_grads; end");
 }
 

@@ -18,7 +18,7 @@ TEST(test_frozen_unit_reshards) {
   start(NULL);
   PLAY("pre_backward frozen; expect frozen 1; state frozen UNSHARDED; clear");
   PLAY("inputs frozen");
-  CHECK_TAPE("show frozen sharded; record e12 compute");
+  CHECK_TAPE("show frozen sharded; free 96");
   PLAY("state frozen SHARDED");
   finish();
   PLAY("no_grads frozen; num_reduces 1; end");
@@ -105,7 +105,7 @@ TEST(test_failed_unit) {
   PLAY("inputs mixed"); /* not the last: calls nothing */
   PLAY("grad mixed 4; grad mixed 2");
   CHECK_I64(model_give_inputs(&m, 2, &error), FSDP_BACKEND);
-  CHECK(strncmp(error.message, "injected at pack ", 17) == 0);
+  CHECK(strncmp(error.message, "injected at show mixed", 22) == 0);
   PLAY("state mixed FAILED; expect mixed 1");
   CHECK_FAILS(model_give_inputs(&m, 2, &error), FSDP_BACKEND, error.message,
               "..unit 'mixed' failed earlier (");

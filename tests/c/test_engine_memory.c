@@ -1,6 +1,6 @@
 /*
- * Tests of runtime/memory.c: where the device runs out of memory, blocks of the
- * arena that nobody holds go first.
+ * Tests of memory on a device with streams: which blocks a step holds, and what
+ * goes first where there is no more.
  */
 #include "engine_failures.h"
 
@@ -10,28 +10,53 @@ static void train(int num_steps) {
   }
 }
 
-/* Between steps all of the arena is idle. A summon that does not fit beside it
- * takes its place, and the next step allocates anew. */
-TEST(test_a_summon_takes_the_place_of_idle_blocks) {
-  model_start_tree(&m, NULL, 2);
-  train(3);
-  const int64_t held = recorder_live_nbytes(m.device);
-  CHECK(model_stats(&m).arena.nbytes > 0);
-  PLAY("clear");
-  recorder_limit_memory(m.device, held);
-  PLAY("summon root");
-  CHECK_I64(model_stats(&m).arena.nbytes, 0);
-  CHECK_TAPE_HAS("release_memory;");
-  PLAY("drop root");
+/* Forward holds the root, the unit that runs and the next one; its end the root
+ * alone. Backward holds the gradients of one unit more. */
+TEST(test_blocks_of_a_step) {
+  enum { ROOT = 2 * 4 * 4, A = 2 * 8 * 4, B = 2 * 12 * 4, C = 2 * 16 * 4 };
+  model_start_tree(&m, NULL, 3);
   train(2);
-  CHECK_I64(recorder_live_nbytes(m.device), held);
-  PLAY("clear");
-  train(1);
-  CHECK_TAPE_LACKS("alloc");
+  PLAY("zero_grad; enter root");
+  CHECK_I64(recorder_live_nbytes(m.device), ROOT + A);
+  PLAY("enter a");
+  CHECK_I64(recorder_live_nbytes(m.device), ROOT + A + B);
+  PLAY("leave a; enter b; leave b");
+  CHECK_I64(recorder_live_nbytes(m.device), ROOT + C);
+  PLAY("enter c; leave c; leave root");
+  CHECK_I64(recorder_live_nbytes(m.device), ROOT);
+  PLAY("pre_backward root; pre_backward c");
+  CHECK_I64(recorder_live_nbytes(m.device), ROOT + C + B);
+  PLAY("grads c"); /* in the place of its parameters */
+  CHECK_I64(recorder_live_nbytes(m.device), ROOT + C + B);
+  PLAY("pre_backward b");
+  CHECK_I64(recorder_live_nbytes(m.device), ROOT + C + B + A);
+  PLAY("grads b");
+  CHECK_I64(recorder_live_nbytes(m.device), ROOT + B + A);
+  PLAY("pre_backward a; grads a; grads root");
+  CHECK_I64(recorder_live_nbytes(m.device), ROOT);
+  PLAY("finish; check_grads");
+  CHECK_I64(recorder_live_nbytes(m.device), 0);
   PLAY("end");
 }
 
-/* Without idle blocks there is nothing to give, and the error stands. */
+/* Units that are not where the order says: a reserved block of another size is
+ * dropped; without an order the size of the unit before is reserved. */
+TEST(test_another_order) {
+  enum { ROOT = 2 * 4 * 4, A = 2 * 8 * 4, B = 2 * 12 * 4 };
+  model_start_tree(&m, NULL, 2);
+  train(2);
+  PLAY("zero_grad; enter root"); /* a is next */
+  CHECK_I64(recorder_live_nbytes(m.device), ROOT + A);
+  PLAY("enter b");
+  CHECK_I64(recorder_live_nbytes(m.device), ROOT + B + B);
+  PLAY("leave b; enter a");
+  CHECK_I64(recorder_live_nbytes(m.device), ROOT + A + A);
+  PLAY("leave a; leave root");
+  CHECK_I64(recorder_live_nbytes(m.device), ROOT);
+  PLAY("backward; check_grads; end");
+}
+
+/* Without blocks that leave there is nothing to give, and the error stands. */
 TEST(test_out_of_memory_is_reported) {
   fsdp_error error = {FSDP_OK, 0, NULL, ""};
   model_start_tree(&m, NULL, 1);
@@ -44,12 +69,12 @@ TEST(test_out_of_memory_is_reported) {
   PLAY("end");
 }
 
-/* A block in use is not given: its data is still read. Scratch and partial
- * gradients come in the middle of a backward. */
+/* A block in use is not given: its data is still read. One that is reduced
+ * goes. Scratch and partial gradients come in the middle of a backward. */
 TEST(test_blocks_in_use_stay) {
   model_options options = {.wants_scratch = true};
   for (int is_partial = 0; is_partial < 2; is_partial++) {
-    model_start_tree(&m, &options, 2);
+    model_start_tree(&m, &options, 3);
     fsdp_engine_set_sync(m.engine,
                          is_partial ? FSDP_SYNC_SHARD : FSDP_SYNC_REDUCE);
     PLAY("clear");
@@ -61,7 +86,7 @@ TEST(test_blocks_in_use_stay) {
     PLAY("end");
     for (int64_t i = first;; i++) {
       fsdp_error error = {FSDP_OK, 0, NULL, ""};
-      model_start_tree(&m, &options, 2);
+      model_start_tree(&m, &options, 3);
       fsdp_engine_set_sync(m.engine,
                            is_partial ? FSDP_SYNC_SHARD : FSDP_SYNC_REDUCE);
       const int64_t before = recorder_num_calls(m.device);

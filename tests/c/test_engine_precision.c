@@ -90,19 +90,20 @@ TEST(test_switch) {
   PLAY("eval");
   CHECK_TAPE(
       "record e1 compute; wait unshard e1; take_params u sharded; event e7; "
-      "alloc 64 b1; group_begin unshard g0; "
-      "all_gather unshard g0 8 f32 b1 <- shard; group_end unshard g0; "
-      "record e6 unshard; wait compute e6; show u full; show u sharded; "
-      "record e7 compute");
+      "alloc 64 b1; record e7 compute; wait unshard e7; "
+      "group_begin unshard g0; all_gather unshard g0 8 f32 b1 <- shard; "
+      "group_end unshard g0; record e6 unshard; wait compute e6; show u full; "
+      "show u sharded; free 64 b1");
   PLAY("clear");
   set_full(0, false);
   PLAY("eval");
   CHECK_TAPE(
-      "record e1 compute; wait unshard e1; take_params u sharded; "
-      "wait unshard e7; cast unshard 8 f32->bf16 b1 <- shard; "
-      "group_begin unshard g0; all_gather unshard g0 8 bf16 b1 <- b1; "
-      "group_end unshard g0; record e6 unshard; wait compute e6; "
-      "show u unsharded; show u sharded; record e7 compute");
+      "record e1 compute; wait unshard e1; take_params u sharded; alloc 32 b2; "
+      "record e7 compute; wait unshard e7; "
+      "cast unshard 8 f32->bf16 b2 <- shard; group_begin unshard g0; "
+      "all_gather unshard g0 8 bf16 b2 <- b2; group_end unshard g0; "
+      "record e6 unshard; wait compute e6; show u unsharded; show u sharded; "
+      "free 32 b2");
   set_full(0, true);
   PLAY("eval"); /* the client is there already */
   CHECK_I64(model_stats(&m).arena.num_clients, 3);

@@ -7,19 +7,18 @@ TEST(test_full_shard) {
   model_start_tree(&m, NULL, 0);
   PLAY("step");
   CHECK_TAPE(
-      "record e1 compute; "
-      /* the optimizer's writes */
-      "wait unshard e1; take_params root sharded; event e7; alloc 32; "
-      "group_begin unshard g0; all_gather unshard g0 4 f32; "
-      "group_end unshard g0; record e6 unshard; wait compute e6; "
-      "show root unsharded; hide root; mark_params root; "
-      "take_grads root; wait compute e6; show root unsharded; event e8; "
-      "alloc 32; pack compute f32 x1 8@0; release t1; show root sharded; "
-      "record e7 compute; grad_shard root 0; record e1 compute; "
-      "wait reduce e1; group_begin reduce g0; reduce_scatter reduce g0 4 f32; "
+      "record e1 compute; wait unshard e1; take_params root sharded; event e7; "
+      "alloc 32; record e7 compute; wait unshard e7; group_begin unshard g0; "
+      "all_gather unshard g0 4 f32; group_end unshard g0; record e6 unshard; "
+      "wait compute e6; show root unsharded; hide root; mark_params root; "
+      "take_grads root; wait compute e6; show root unsharded; "
+      "show root sharded; free 32; alloc 32; pack compute f32 x1 8@0; "
+      "release t1; grad_shard root 0; record e1 compute; wait reduce e1; "
+      "group_begin reduce g0; reduce_scatter reduce g0 4 f32; "
       "group_end reduce g0; accumulate reduce 4 f32->f32 x0.5; "
-      "record e8 reduce; record e2 reduce; wait compute e2; "
-      "record e3 replicate; wait compute e3; show_grads root sharded");
+      "record e7 reduce; record e2 reduce; wait compute e2; "
+      "record e3 replicate; wait compute e3; wait compute e7; free 32; "
+      "show_grads root sharded");
   PLAY("check_grads; check_sharded; end");
 }
 
@@ -35,7 +34,8 @@ TEST(test_no_shard) {
       "group_begin replicate g0; all_reduce replicate g0 8 f32; "
       "group_end replicate g0; accumulate replicate 8 f32->f32 x0.25; "
       "record e7 replicate; record e2 reduce; wait compute e2; "
-      "record e3 replicate; wait compute e3; show_grads root sharded");
+      "record e3 replicate; wait compute e3; wait compute e7; free 32; "
+      "show_grads root sharded");
   PLAY("check_grads; num_all_gathers 0; end");
 }
 
@@ -47,18 +47,16 @@ TEST(test_hybrid) {
   recorder_show_memory(m.device, true);
   PLAY("clear; backward");
   CHECK_TAPE(
-      "take_grads root; wait compute e6; show root unsharded; event e8; "
-      "alloc 32 b2; pack compute f32 x1 8@0 b2; release t1; "
-      "show root sharded; record e7 compute; grad_shard root 0; "
-      "record e1 compute; wait reduce e1; group_begin reduce g0; "
-      "reduce_scatter reduce g0 4 f32 b2; group_end reduce g0; "
-      "record e2 reduce; wait replicate e2; group_begin replicate g1; "
-      "all_reduce replicate g1 4 f32 b2+16; "
-      /* the slot of rank 1 */
+      "take_grads root; wait compute e6; show root unsharded; "
+      "show root sharded; free 32 b1; alloc 32 b2; pack compute f32 x1 8@0 b2; "
+      "release t1; grad_shard root 0; record e1 compute; wait reduce e1; "
+      "group_begin reduce g0; reduce_scatter reduce g0 4 f32 b2; "
+      "group_end reduce g0; record e2 reduce; wait replicate e2; "
+      "group_begin replicate g1; all_reduce replicate g1 4 f32 b2+16; "
       "group_end replicate g1; "
-      "accumulate replicate 4 f32->f32 x0.125 ? <- b2+16; "
-      "record e8 replicate; record e2 reduce; wait compute e2; "
-      "record e3 replicate; wait compute e3; show_grads root sharded");
+      "accumulate replicate 4 f32->f32 x0.125 ? <- b2+16; record e7 replicate; "
+      "record e2 reduce; wait compute e2; record e3 replicate; "
+      "wait compute e3; wait compute e7; free 32 b2; show_grads root sharded");
   PLAY("check_grads; end");
 }
 
@@ -79,20 +77,19 @@ TEST(test_casts) {
   PLAY("step");
   CHECK_TAPE(
       "record e1 compute; wait unshard e1; take_params u sharded; event e7; "
-      "alloc 32 b1; cast unshard 8 f32->bf16 b1+16 <- shard; "
-      "group_begin unshard g0; all_gather unshard g0 8 bf16 b1 <- b1+16; "
-      "group_end unshard g0; record e6 unshard; wait compute e6; "
-      "show u unsharded; hide u; mark_params u; take_grads u; "
-      "wait compute e6; show u unsharded; event e8; alloc 64 b2; "
-      "pack compute f32 x0.5 16@0 b2; release t1; show u sharded; "
-      "record e7 compute; grad_shard u 0; record e1 compute; wait reduce e1; "
-      "event e9; alloc 32 b3; "
-      /* scratch */
+      "alloc 32 b1; record e7 compute; wait unshard e7; "
+      "cast unshard 8 f32->bf16 b1+16 <- shard; group_begin unshard g0; "
+      "all_gather unshard g0 8 bf16 b1 <- b1+16; group_end unshard g0; "
+      "record e6 unshard; wait compute e6; show u unsharded; hide u; "
+      "mark_params u; take_grads u; wait compute e6; show u unsharded; "
+      "show u sharded; free 32 b1; alloc 64 b2; pack compute f32 x0.5 16@0 b2; "
+      "release t1; grad_shard u 0; record e1 compute; wait reduce e1; "
+      "event e8; alloc 32 b3; record e1 compute; wait reduce e1; "
       "group_begin reduce g0; reduce_scatter reduce g0 8 f32 b2 scratch b3; "
-      "group_end reduce g0; record e9 reduce; "
-      "accumulate reduce 8 f32->f32 x1 grad <- b2+32; record e8 reduce; "
+      "group_end reduce g0; record e8 reduce; "
+      "accumulate reduce 8 f32->f32 x1 grad <- b2+32; record e7 reduce; "
       "record e2 reduce; wait compute e2; record e3 replicate; "
-      "wait compute e3; show_grads u sharded");
+      "wait compute e3; wait compute e7; free 64 b2; show_grads u sharded");
   PLAY("check_grads; end");
 }
 
@@ -103,14 +100,14 @@ TEST(test_one_rank_with_casts) {
   PLAY("step");
   CHECK_TAPE(
       "record e1 compute; wait unshard e1; take_params u sharded; event e7; "
-      "alloc 16; cast unshard 8 f32->bf16; record e6 unshard; "
-      "wait compute e6; show u unsharded; hide u; mark_params u; "
-      "take_grads u; wait compute e6; show u unsharded; event e8; alloc 16; "
-      "pack compute bf16 x1 8@0; release t1; show u sharded; "
-      "record e7 compute; grad_shard u 0; record e1 compute; wait reduce e1; "
-      "accumulate reduce 8 bf16->f32 x1; record e8 reduce; record e2 reduce; "
-      "wait compute e2; record e3 replicate; wait compute e3; "
-      "show_grads u sharded");
+      "alloc 16; record e7 compute; wait unshard e7; cast unshard 8 f32->bf16; "
+      "record e6 unshard; wait compute e6; show u unsharded; hide u; "
+      "mark_params u; take_grads u; wait compute e6; show u unsharded; "
+      "show u sharded; free 16; alloc 16; pack compute bf16 x1 8@0; "
+      "release t1; grad_shard u 0; record e1 compute; wait reduce e1; "
+      "accumulate reduce 8 bf16->f32 x1; record e7 reduce; record e2 reduce; "
+      "wait compute e2; record e3 replicate; wait compute e3; wait compute e7; "
+      "free 16; show_grads u sharded");
   PLAY("check_grads; end");
 }
 
@@ -121,25 +118,23 @@ TEST(test_mixed_segments) {
   PLAY("forward");
   CHECK_TAPE(
       "record e1 compute; wait unshard e1; take_params u sharded; event e7; "
-      "alloc 800; "
-      /* 64, 32, 32 and 32 bytes at multiples of 256 */
-      "group_begin unshard g0; all_gather unshard g0 8 f32; "
-      "all_gather unshard g0 4 f32; all_gather unshard g0 8 bf16; "
-      "all_gather unshard g0 16 u8; group_end unshard g0; record e6 unshard; "
-      "wait compute e6; show u unsharded; hide u; mark_params u");
+      "alloc 800; record e7 compute; wait unshard e7; group_begin unshard g0; "
+      "all_gather unshard g0 8 f32; all_gather unshard g0 4 f32; "
+      "all_gather unshard g0 8 bf16; all_gather unshard g0 16 u8; "
+      "group_end unshard g0; record e6 unshard; wait compute e6; "
+      "show u unsharded; hide u; mark_params u");
   PLAY("clear; backward");
   CHECK_TAPE(
-      "take_grads u; wait compute e6; show u unsharded; event e8; alloc 288; "
-      /* 64 and 32 bytes */
-      "pack compute f32 x1 6@0 2@8 zero2@6 zero6@10; "
+      "take_grads u; wait compute e6; show u unsharded; show u sharded; "
+      "free 800; alloc 288; pack compute f32 x1 6@0 2@8 zero2@6 zero6@10; "
       "pack compute bf16 x1 3@0 zero13@3; release t1; release t2; release t3; "
-      "show u sharded; record e7 compute; grad_shard u 0; grad_shard u 2; "
-      "record e1 compute; wait reduce e1; group_begin reduce g0; "
-      "reduce_scatter reduce g0 8 f32; reduce_scatter reduce g0 8 bf16; "
-      "group_end reduce g0; accumulate reduce 8 f32->f32 x0.5; "
-      "accumulate reduce 8 bf16->bf16 x0.5; record e8 reduce; "
-      "record e2 reduce; wait compute e2; record e3 replicate; "
-      "wait compute e3; show_grads u sharded");
+      "grad_shard u 0; grad_shard u 2; record e1 compute; wait reduce e1; "
+      "group_begin reduce g0; reduce_scatter reduce g0 8 f32; "
+      "reduce_scatter reduce g0 8 bf16; group_end reduce g0; "
+      "accumulate reduce 8 f32->f32 x0.5; accumulate reduce 8 bf16->bf16 x0.5; "
+      "record e7 reduce; record e2 reduce; wait compute e2; "
+      "record e3 replicate; wait compute e3; wait compute e7; free 288; "
+      "show_grads u sharded");
   PLAY("check_grads");
   const fsdp_engine_stats stats = model_stats(&m);
   CHECK_I64(stats.shard_nbytes, 8 * 4 + 4 * 4 + 8 * 2 + 16);

@@ -68,17 +68,16 @@ TEST(test_first_rank) {
   CHECK_OK(fsdp_unit_summon(m.units[0].unit, &first_only, NULL));
   PLAY("dismiss u");
   CHECK_TAPE(
-      "take_params u sharded; alloc 64 b3; record e1 compute; "
-      "wait unshard e1; group_begin unshard g0; "
-      "all_gather unshard g0 8 f32 b3 <- shard; group_end unshard g0; "
-      "record e6 unshard; wait compute e6; show u full; take_params u full; "
-      "show u sharded; record e1 compute; wait unshard e1; "
+      "take_params u sharded; alloc 64 b3; record e1 compute; wait unshard e1; "
+      "group_begin unshard g0; all_gather unshard g0 8 f32 b3 <- shard; "
+      "group_end unshard g0; record e6 unshard; wait compute e6; show u full; "
+      "take_params u full; show u sharded; record e1 compute; wait unshard e1; "
       "group_begin unshard g1; broadcast unshard g1 16 f32 from 0 b3; "
       "group_end unshard g1; record e6 unshard; wait compute e6; "
       "group_begin unshard g0; broadcast unshard g0 16 f32 from 0 b3; "
       "group_end unshard g0; record e6 unshard; wait compute e6; "
       "cast compute 8 f32->f32 shard <- b3; record e1 compute; "
-      "wait unshard e1; record e6 compute; free 64 b3 after e6");
+      "wait unshard e1; free 64 b3");
   PLAY("end");
 }
 
@@ -90,11 +89,9 @@ TEST(test_other_rank) {
   start(&options);
   CHECK_OK(fsdp_unit_summon(m.units[0].unit, &first_only, NULL));
   CHECK_TAPE(
-      "take_params u sharded; alloc 64 b3; record e1 compute; "
-      "wait unshard e1; group_begin unshard g0; "
-      "all_gather unshard g0 8 f32 b3 <- shard; group_end unshard g0; "
-      "record e6 unshard; wait compute e6; record e6 compute; "
-      "free 64 b3 after e6");
+      "take_params u sharded; alloc 64 b3; record e1 compute; wait unshard e1; "
+      "group_begin unshard g0; all_gather unshard g0 8 f32 b3 <- shard; "
+      "group_end unshard g0; record e6 unshard; wait compute e6; free 64 b3");
   PLAY("clear; dismiss u");
   CHECK_TAPE(
       "alloc 64 b4; record e1 compute; wait unshard e1; record e6 unshard; "
@@ -102,7 +99,7 @@ TEST(test_other_rank) {
       "broadcast unshard g0 16 f32 from 0 b4; group_end unshard g0; "
       "record e6 unshard; wait compute e6; "
       "cast compute 8 f32->f32 shard <- b4+32; record e1 compute; "
-      "wait unshard e1; record e6 compute; free 64 b4 after e6");
+      "wait unshard e1; free 64 b4");
   PLAY("end");
 }
 
@@ -121,15 +118,14 @@ TEST(test_offloaded_on_host_with_gradients) {
       "group_begin unshard g0; all_gather unshard g0 8 f32 b3 <- b3+32; "
       "group_end unshard g0; record e6 unshard; wait compute e6; "
       "host_alloc 64 h1; copy_to_host compute 64 h1 <- b3; record e6 compute; "
-      "synchronize e6; record e6 compute; free 64 b3 after e6; "
-      "show u full_on_host; take_grads u; all_gather_bytes g0 1; alloc 64 b4; "
-      "grad_shard u 0; copy_to_device compute 32 b4+32 <- u.grad0; "
-      "record e6 compute; synchronize e6; record e1 compute; wait unshard e1; "
+      "synchronize e6; free 64 b3; show u full_on_host; take_grads u; "
+      "all_gather_bytes g0 1; alloc 64 b4; grad_shard u 0; "
+      "copy_to_device compute 32 b4+32 <- u.grad0; record e6 compute; "
+      "synchronize e6; record e1 compute; wait unshard e1; "
       "group_begin unshard g0; all_gather unshard g0 8 f32 b4 <- b4+32; "
       "group_end unshard g0; record e6 unshard; wait compute e6; "
       "host_alloc 64 h2; copy_to_host compute 64 h2 <- b4; record e6 compute; "
-      "synchronize e6; record e6 compute; free 64 b4 after e6; "
-      "show_grads u full_on_host");
+      "synchronize e6; free 64 b4; show_grads u full_on_host");
   PLAY("clear; dismiss u");
   CHECK_TAPE(
       "take_params u full_on_host; show u sharded; record e6 compute; "

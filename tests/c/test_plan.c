@@ -140,10 +140,10 @@ TEST(test_memory_and_bytes) {
 
   CHECK_I64(report->stats.shard_nbytes, 4 * shard);
   CHECK_I64(report->stats.grad_shard_nbytes, 4 * shard);
-  /* The root's, two for parameters and two for gradients, the root's again. */
-  CHECK_I64(report->stats.arena.nbytes, 6 * whole);
-  CHECK_I64(report->stats.arena.num_blocks, 6);
-  CHECK_I64(report->num_step_allocs, 0);
+  /* The root's, two for parameters and one for gradients. */
+  CHECK_I64(report->stats.arena.peak_nbytes, 4 * whole);
+  CHECK_I64(report->stats.arena.nbytes, 0);
+  CHECK_I64(report->num_step_allocs, 7 + 4);
   CHECK_I64(report->stats.scratch_nbytes, 0);
 
   const fsdp_collective_count *gathers =
@@ -174,12 +174,13 @@ TEST(test_busiest_moment) {
   }
   CHECK_I64(sum, report->peak_nbytes);
   CHECK_I64(report->at_peak[FSDP_COUNTED_HOST], 0);
-  CHECK_I64(report->at_peak[FSDP_COUNTED_BLOCKS], report->stats.arena.nbytes);
-  /* In the backward of a, the first child: two units were reduced; a's two
+  CHECK_I64(report->at_peak[FSDP_COUNTED_BLOCKS],
+            report->stats.arena.peak_nbytes);
+  /* In the backward of b: a is prefetched, c is being reduced; b's two
    * gradients and the root's first have come, and wait to be packed. */
-  CHECK_I64(report->at_peak[FSDP_COUNTED_GRAD_SHARDS], 2 * shard);
+  CHECK_I64(report->at_peak[FSDP_COUNTED_GRAD_SHARDS], shard);
   CHECK_I64(report->at_peak[FSDP_COUNTED_PENDING_GRADS], 3 * NUMEL * 2);
-  CHECK_I64(report->at_peak[FSDP_COUNTED_ACTIVATIONS], 0);
+  CHECK_I64(report->at_peak[FSDP_COUNTED_ACTIVATIONS], 1000);
   fini(&self);
 }
 
@@ -238,12 +239,14 @@ TEST(test_exposed_communication) {
   check_close(report->step_seconds, 9 + report->stall_seconds);
   /* Forward has no prefetch: the host issues a child's gather when it comes to
    * the child, without waiting; so b's and c's hide behind compute. The root's
-   * and a's do not: nothing runs before. At the end a's and the root's
-   * reductions follow the compute. */
-  check_close(self.unit_seconds[0], 0.5);
+   * and a's do not: nothing runs before. Nor does c's in backward, whose memory
+   * is there when forward has ended. At the end a's and the root's reductions
+   * follow the compute: the root's gradients wait for a's. */
+  check_close(self.unit_seconds[0], 0.5 + 0.5);
   check_close(self.unit_seconds[1], 0.5);
   check_close(self.unit_seconds[2], 0);
-  check_close(report->stall_seconds, 0.5 + 0.5 + self.unit_seconds[3] + 1);
+  check_close(self.unit_seconds[3], 0.5);
+  check_close(report->stall_seconds, 0.5 + 0.5 + 0.5 + 1);
   fini(&self);
 }
 
@@ -304,7 +307,8 @@ TEST(test_replicas) {
   fini(&self);
 }
 
-/* One rank a shard group, in fp32: parameters need no block at all. */
+/* One rank a shard group, in fp32: parameters need no block at all, and one
+ * unit's gradients after the other. */
 TEST(test_one_rank) {
   fixture self;
   init_tree(&self, 1);
@@ -316,7 +320,7 @@ TEST(test_one_rank) {
   for (int i = 0; i < FSDP_NUM_COLLECTIVES; i++) {
     CHECK_I64(report->collectives[i].num_launches, 0);
   }
-  CHECK_I64(report->stats.arena.nbytes, 3 * 2 * NUMEL * 4);
+  CHECK_I64(report->stats.arena.peak_nbytes, 2 * NUMEL * 4);
   fini(&self);
 }
 
@@ -376,14 +380,14 @@ TEST(test_accumulation) {
   CHECK_I64(report->collectives[FSDP_COLLECTIVE_REDUCE_SCATTER].num_launches,
             4);
   CHECK_I64(report->collectives[FSDP_COLLECTIVE_ALL_GATHER].num_launches, 21);
-  CHECK_I64(report->stats.arena.nbytes, (1 + 2 + 4) * whole);
+  CHECK_I64(report->stats.arena.peak_nbytes, (1 + 2 + 4) * whole);
   check_close(report->compute_seconds, 27);
 
   self.options.accumulation = FSDP_SYNC_SHARD;
   report = run(&self);
   CHECK_I64(report->collectives[FSDP_COLLECTIVE_REDUCE_SCATTER].num_launches,
             12);
-  CHECK_I64(report->stats.arena.nbytes, 6 * whole);
+  CHECK_I64(report->stats.arena.peak_nbytes, 4 * whole);
   CHECK_I64(report->stats.partial_grad_nbytes, 4 * whole / WORLD_SIZE);
   fini(&self);
 }
@@ -406,7 +410,7 @@ TEST(test_offload) {
   const int64_t shard = 2 * NUMEL * 4 / WORLD_SIZE;
   CHECK_I64(report->stats.grad_shard_nbytes, 4 * shard);
   CHECK_I64(report->at_peak[FSDP_COUNTED_GRAD_SHARDS], 0);
-  CHECK_I64(report->stats.arena.nbytes, 6 * (2 * NUMEL * 2 + shard));
+  CHECK_I64(report->stats.arena.peak_nbytes, 4 * (2 * NUMEL * 2 + shard));
   fini(&self);
 }
 
@@ -543,9 +547,10 @@ TEST(test_offload_of_activations) {
     self.events[i].offload_nbytes = self.events[i].nbytes;
   }
   const fsdp_step_plan_report *report = run(&self);
-  /* In the backward of b, when the sharded gradient of c is there. */
+  /* In the backward of b, when the gradients of c are there, whole and sharded.
+   */
   const int64_t shard = 2 * NUMEL * 4 / WORLD_SIZE;
-  CHECK_I64(report->peak_nbytes, peak - 1000000 + shard);
+  CHECK_I64(report->peak_nbytes, peak - 1000000 + shard + 2 * NUMEL * 2);
   CHECK_I64(report->at_peak[FSDP_COUNTED_ACTIVATIONS], 2000000);
   CHECK_I64(report->at_peak[FSDP_COUNTED_HOST], FSDP_OFFLOAD_CHUNK_NBYTES);
   CHECK_I64(report->offload.peak_nbytes, 2000000);

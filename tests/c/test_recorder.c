@@ -46,24 +46,57 @@ TEST(test_races) {
              "replicate e1)");
 }
 
-/* Reads do not race; the host and its lanes do; so does what is freed. */
-TEST(test_races_of_readers_and_the_host) {
+/* A lane waits for COMPUTE before it uses a new block, and COMPUTE for the lane
+ * before it is freed. */
+static const char *race_of_block(bool waits_first, bool waits_last) {
+  static char text[256];
   recorder *device = recorder_create();
   const fsdp_device_ops *ops = recorder_ops(device);
   fsdp_event *event = NULL;
   void *block = NULL;
   CHECK_OK(ops->event_create(ops->context, &event, NULL));
   CHECK_OK(ops->block_alloc(ops->context, 8, &block, NULL));
-  recorder_touch(device, RECORDER_HOST_LANE, block, 8, true);
+  if (waits_first) {
+    CHECK_OK(ops->event_record(ops->context, event, FSDP_LANE_COMPUTE, NULL));
+    CHECK_OK(ops->event_wait(ops->context, FSDP_LANE_UNSHARD, event, NULL));
+  }
+  recorder_touch(device, FSDP_LANE_UNSHARD, block, 8, true);
+  if (waits_last) {
+    CHECK_OK(ops->event_record(ops->context, event, FSDP_LANE_UNSHARD, NULL));
+    CHECK_OK(ops->event_wait(ops->context, FSDP_LANE_COMPUTE, event, NULL));
+  }
+  ops->block_free(ops->context, block, 8);
+  snprintf(text, sizeof text, "%s", recorder_race(device));
+  recorder_destroy(device);
+  return text;
+}
+
+TEST(test_races_of_blocks) {
+  CHECK_TEXT(race_of_block(true, true), "");
+  CHECK_TEXT(race_of_block(false, true),
+             "write by unshard, not after write of b1 by compute (alloc 8)");
+  CHECK_TEXT(race_of_block(true, false),
+             "free, not after write of b1 by unshard (free 8)");
+}
+
+/* Reads do not race; the host and its lanes do. */
+TEST(test_races_of_readers_and_the_host) {
+  char read = 0;
+  recorder *device = recorder_create();
+  const fsdp_device_ops *ops = recorder_ops(device);
+  fsdp_event *event = NULL;
+  recorder_name_memory(device, &read, 1, "x");
+  CHECK_OK(ops->event_create(ops->context, &event, NULL));
+  recorder_touch(device, RECORDER_HOST_LANE, &read, 1, true);
   /* What the host did is over when it enqueues. */
-  recorder_touch(device, FSDP_LANE_COMPUTE, block, 8, false);
-  recorder_touch(device, FSDP_LANE_UNSHARD, block, 8, false);
+  recorder_touch(device, FSDP_LANE_COMPUTE, &read, 1, false);
+  recorder_touch(device, FSDP_LANE_UNSHARD, &read, 1, false);
   CHECK_TEXT(recorder_race(device), "");
   CHECK_OK(ops->event_record(ops->context, event, FSDP_LANE_UNSHARD, NULL));
   CHECK_OK(ops->event_synchronize(ops->context, event, NULL));
-  ops->block_free(ops->context, block, 8, event);
+  recorder_forget(device, &read, 1, RECORDER_HOST_LANE);
   CHECK_TEXT(recorder_race(device),
-             "free, not after read of b1 by compute (free 8 after e1)");
+             "free, not after read of x by compute (synchronize e1)");
   /* A record that was made to fail may leave that behind. */
   recorder_fail_at(device, 0);
   CHECK_I64(ops->event_record(ops->context, event, FSDP_LANE_UNSHARD, NULL),
