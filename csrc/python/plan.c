@@ -250,8 +250,6 @@ static int add_counts(PyObject *dict, const fsdp_step_plan_report *report) {
       {"shard_nbytes", stats->shard_nbytes},
       {"grad_shard_nbytes", stats->grad_shard_nbytes},
       {"partial_grad_nbytes", stats->partial_grad_nbytes},
-      {"arena_nbytes", stats->arena.nbytes},
-      {"num_blocks", stats->arena.num_blocks},
       {"first_steps_peak_nbytes", stats->arena.peak_nbytes},
       {"scratch_nbytes", stats->scratch_nbytes},
       {"num_step_allocs", report->num_step_allocs},

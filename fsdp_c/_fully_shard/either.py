@@ -149,8 +149,8 @@ def memory_stats(model: nn.Module) -> dict[str, int]:
 
     * num_clients, num_blocks, arena_nbytes, held_nbytes, peak_nbytes, num_allocs,
       num_frees: the arena of unsharded parameters and gradients; ``held`` are the
-      blocks in use now, ``peak`` is the highest ``arena_nbytes`` so far. On
-      the CPU there are none between steps.
+      blocks in use now, ``peak`` is the highest ``arena_nbytes`` so far. There are
+      none between steps, unless parameters are kept there.
     * num_units, shard_nbytes, grad_shard_nbytes: the units, and the shards and
       sharded gradients of this rank, those that are allocated now.
     * partial_grad_nbytes, scratch_nbytes: sums of ``no_sync(sharded=True)``, and what

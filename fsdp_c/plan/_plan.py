@@ -150,8 +150,8 @@ class RankPlan:
         shard_nbytes: Parameters: this rank's shards.
         grad_shard_nbytes: Their gradients, when backward is over.
         optimizer_nbytes: The optimizer's state.
-        arena_nbytes: Blocks for unsharded parameters and gradients; on a host
-            the most of a step.
+        arena_nbytes: Blocks for unsharded parameters and gradients: the most that
+            are there at once.
         peak_block_nbytes: Blocks, scratch and partial sums at the busiest moment.
         scratch_nbytes: What reductions through gloo need beside them.
         partial_grad_nbytes: Sums that accumulation keeps sharded.
@@ -164,7 +164,7 @@ class RankPlan:
         host_nbytes: In host memory, with CPU offload or offloaded activations.
         pinned_nbytes: Of it, chunks for offloaded activations.
         offloaded_nbytes: Most of the activations that are there at once.
-        step_allocs: Blocks that a step allocates once the assignment is fixed.
+        step_allocs: Blocks that a step takes from the device's allocator.
         all_gather, reduce_scatter, all_reduce: The collectives of a step.
         compute_seconds: An estimate: operations over ``tflops``.
         exposed_seconds: An estimate: waits for collectives.
@@ -287,10 +287,7 @@ def plan_rank(
         shard_nbytes=report["shard_nbytes"],
         grad_shard_nbytes=report["grad_shard_nbytes"],
         optimizer_nbytes=sum(optimizer),
-        # On a host blocks come and go: the most that was there.
-        arena_nbytes=report[
-            "first_steps_peak_nbytes" if settings.on_cpu else "arena_nbytes"
-        ],
+        arena_nbytes=report["first_steps_peak_nbytes"],
         peak_block_nbytes=peak["blocks"],
         scratch_nbytes=report["scratch_nbytes"],
         partial_grad_nbytes=report["partial_grad_nbytes"],

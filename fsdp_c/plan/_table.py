@@ -35,8 +35,7 @@ def parts_at_peak(plan: RankPlan) -> dict[str, int]:
     """Return peak device memory by purpose.
 
     ``gradients`` are the sharded ones that are there then, and autograd's that wait;
-    ``other`` are scratch memory, partial sums and buffers. On a host
-    ``blocks`` are those of the busiest moment.
+    ``other`` are scratch memory, partial sums and buffers.
     """
     activations = plan.activation_nbytes or 0
     offloads = plan.host_nbytes > plan.pinned_nbytes

@@ -73,7 +73,6 @@ class Numbers:
     on_device: bool = False
     starts_block: bool = True  # starting moves data: no device does that
     num_lost: int = 0
-    num_allocs: int = 0
 
     @property
     def exposed(self) -> float:
@@ -108,7 +107,6 @@ def _add_rank(numbers: Numbers, lanes: Lanes, weight: float) -> None:
     numbers.on_device = numbers.on_device or lanes.on_device
     numbers.starts_block = numbers.starts_block and recorded.device == "cpu"
     numbers.num_lost += recorded.num_lost
-    numbers.num_allocs += recorded.counts.get("num_allocs", 0)
     numbers.num_unused += lanes.num_unused
     numbers.arena_peak = max(
         numbers.arena_peak,

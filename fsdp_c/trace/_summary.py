@@ -129,11 +129,6 @@ def _notes(numbers: Numbers, all_lanes: Sequence[Lanes]) -> list[str]:
             f"{numbers.num_lost} spans were overwritten, the oldest first: record "
             "fewer steps, or give record() a larger capacity."
         )
-    if numbers.num_allocs and not numbers.starts_block:  # a host allocates anyway
-        lines.append(
-            f"The arena allocated {numbers.num_allocs} blocks: these were the "
-            "first steps. Record after one or two steps of warm-up."
-        )
     return lines
 
 

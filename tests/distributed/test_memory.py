@@ -3,10 +3,10 @@
 A unit's segments, one per (dtype, requires_grad), are cut into equal shards. With
 use_orig_params each parameter starts at a multiple of 16 bytes in the dtype that it is
 computed in (FSDP1's layout); on an accelerator each does always, and each shard too. A
-block holds the unsharded segments, each from a multiple of 256 bytes on. On an
-accelerator blocks stay for the whole run. On a host they come and go, and so does the
-scratch of gloo's reductions: as much as the gradients that are reduced, or, of two
-ranks, half of it. Ranks that share memory need none, nor do those of an accelerator.
+block holds the unsharded segments, each from a multiple of 256 bytes on. Blocks come
+and go, and on a host so does the scratch of gloo's reductions: as much as the gradients
+that are reduced, or, of two ranks, half of it. Ranks that share memory need none, nor
+do those of an accelerator.
 """
 
 from collections.abc import Iterable
@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.accelerator import native
 from helpers.distributed import TEST_DEVICE, distributed
 from helpers.groups import hybrid_groups
 from helpers.impl import BackwardPrefetch, MixedPrecision, ShardingStrategy, fsdp
@@ -53,6 +54,14 @@ def _memory_stats(model: Any) -> dict[str, int]:
     import fsdp_c
 
     return fsdp_c.memory_stats(model)
+
+
+def _reserved_nbytes() -> int:
+    """Return what an accelerator's allocator has taken from the device."""
+    if ON_HOST:
+        return 0
+    nbytes: int = native().memory_stats()["held_nbytes"]
+    return nbytes
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -110,16 +119,18 @@ def _block_nbytes(
     return shard * world_size // 4 * itemsize
 
 
-def _arena_nbytes(stats: dict[str, int]) -> int:
-    """Return what the arena keeps; on a host, where it keeps nothing, the most."""
-    return stats["peak_nbytes" if ON_HOST else "arena_nbytes"]
+def _of_equal_units(
+    param_nbytes: int, grad_nbytes: int, prefetches: bool = True
+) -> int:
+    """Return the most that a chain's blocks take.
 
-
-def _of_equal_units(param_nbytes: int, grad_nbytes: int) -> int:
-    """Return the arena of a chain: on a host the gradients follow the parameters."""
+    On a host the gradients follow the parameters. On an accelerator forward holds the
+    next unit, too, and backward the gradients that are reduced.
+    """
     if ON_HOST:
         return max(param_nbytes, grad_nbytes)
-    return 2 * (param_nbytes + grad_nbytes)
+    backward = (2 if prefetches else 1) * param_nbytes + grad_nbytes
+    return max(2 * param_nbytes, backward)
 
 
 def _scratch_nbytes(grad_nbytes: int, world_size: int, group: Any = None) -> int:
@@ -189,7 +200,7 @@ def test_shards_of_several_units(world_size: int) -> None:
 def test_no_allocation_after_the_second_step(
     rank: int, set_to_none: bool, strategy: str
 ) -> None:
-    """And nothing is held between steps. A host allocates the same in each step."""
+    """Of the device. Blocks are the same in each step, and none is left between."""
     model = _chain(5, sharding_strategy=ShardingStrategy[strategy])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     (x,) = vectors(generator(rank))
@@ -197,7 +208,8 @@ def test_no_allocation_after_the_second_step(
         _step(model, optimizer, x)
     before = _memory_stats(model)
     assert before["held_nbytes"] == 0
-    assert before["arena_nbytes"] == 0 or not ON_HOST
+    assert before["arena_nbytes"] == 0
+    reserved = _reserved_nbytes()
     num_allocs = set()
     for step in range(4):
         optimizer.zero_grad(set_to_none=set_to_none)
@@ -211,21 +223,20 @@ def test_no_allocation_after_the_second_step(
         assert stats["grad_shard_nbytes"] == before["grad_shard_nbytes"], step
         assert stats["num_iterations"] == before["num_iterations"] + step + 1
     assert len(num_allocs) == 1
-    assert ON_HOST or num_allocs == {0}
+    assert _reserved_nbytes() == reserved
 
 
 @pytest.mark.trap(8)
 @pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_POST", None])
 @distributed(world_size=(2, 3))
 def test_arena_of_equal_units(rank: int, world_size: int, prefetch: str | None) -> None:
-    """The arena does not grow with the depth: FULL_SHARD needs four blocks.
+    """The arena does not grow with the depth: FULL_SHARD needs three blocks.
 
-    Two for parameters (the unit that computes and the next one) and two for
-    gradients (those that come and those on the reduce lane). Nor does the scratch.
-    On a host those that come have no block, those that are reduced take the place of
-    the parameters, and the next unit comes after them.
+    Two for parameters (the unit that computes and the next one) and one for
+    gradients on the reduce lane; those that come have none. Nor does the scratch.
+    On a host those that are reduced take the place of the parameters, and the next
+    unit comes after them.
     """
-    num_blocks = 1 if ON_HOST else 4
     nbytes = _block_nbytes(Block(6, 10).parameters(), world_size)
     (x,) = vectors(generator(rank))
     for depth in (5, 9):
@@ -235,8 +246,9 @@ def test_arena_of_equal_units(rank: int, world_size: int, prefetch: str | None) 
             _step(model, optimizer, x)
         stats = _memory_stats(model)
         assert stats["num_clients"] == 2 * depth
-        assert stats["num_blocks"] == (0 if ON_HOST else num_blocks)
-        assert _arena_nbytes(stats) == num_blocks * nbytes
+        assert stats["num_blocks"] == 0
+        prefetches = prefetch == "BACKWARD_PRE"
+        assert stats["peak_nbytes"] == _of_equal_units(nbytes, nbytes, prefetches)
         assert stats["scratch_nbytes"] == _scratch_nbytes(nbytes, world_size)
 
 
@@ -270,17 +282,19 @@ def test_arena_of_frozen_layers(
         for _ in range(3):
             loss_of(model(x)).backward()
         stats = _memory_stats(model)
-        expected = _of_equal_units(_in_block(segments), grad_nbytes)
-        assert _arena_nbytes(stats) == expected
+        prefetches = prefetch == "BACKWARD_PRE"
+        expected = _of_equal_units(_in_block(segments), grad_nbytes, prefetches)
+        assert stats["peak_nbytes"] == expected
         assert stats["scratch_nbytes"] == _scratch_nbytes(grad_nbytes, world_size)
 
 
 @pytest.mark.trap(8)
 @distributed(world_size=2)
 def test_arena_of_shard_grad_op(rank: int, world_size: int) -> None:
-    """Parameters stay unsharded from forward to backward: one block per unit more.
+    """Parameters stay unsharded from forward to backward: one block per unit.
 
-    On a host gradients take the place of the parameters of their unit.
+    Gradients take the place of the parameters of their unit. The first forward of an
+    accelerator does not know that no unit follows the last one.
     """
     nbytes = _block_nbytes(Block(6, 10).parameters(), world_size)
     (x,) = vectors(generator(rank))
@@ -290,9 +304,9 @@ def test_arena_of_shard_grad_op(rank: int, world_size: int) -> None:
     for _ in range(3):
         _step(model, optimizer, x)
     stats = _memory_stats(model)
-    num_blocks = depth if ON_HOST else depth + 2
-    assert stats["num_blocks"] == (0 if ON_HOST else num_blocks)
-    assert _arena_nbytes(stats) == num_blocks * nbytes
+    num_blocks = depth if ON_HOST else depth + 1
+    assert stats["num_blocks"] == 0
+    assert stats["peak_nbytes"] == num_blocks * nbytes
     assert stats["scratch_nbytes"] == _scratch_nbytes(nbytes, world_size)
 
 
@@ -401,7 +415,7 @@ def test_arena_in_bf16_is_half(rank: int, world_size: int) -> None:
             )
             for itemsize in (param_itemsize, grad_itemsize)
         )
-        assert _arena_nbytes(stats) == _of_equal_units(param_nbytes, grad_nbytes)
+        assert stats["peak_nbytes"] == _of_equal_units(param_nbytes, grad_nbytes)
         assert stats["scratch_nbytes"] == _scratch_nbytes(grad_nbytes, world_size)
 
 
@@ -472,7 +486,7 @@ def test_no_sync_with_replicas(rank: int) -> None:
             stats = _memory_stats(model)
             # On a host there is one unit's parameters beside the gradients.
             num_blocks = depth + (1 if ON_HOST else 2)
-            assert _arena_nbytes(stats) == num_blocks * nbytes
+            assert stats["peak_nbytes"] == num_blocks * nbytes
             scratch = _scratch_nbytes(nbytes, num_shards, groups[0])
             assert stats["scratch_nbytes"] == scratch
             assert stats["partial_grad_nbytes"] == 0
@@ -504,11 +518,10 @@ def test_sharded_no_sync(rank: int, world_size: int, itemsize: int) -> None:
             assert stats["held_nbytes"] == stats["grad_shard_nbytes"] == 0
         loss_of(model(x)).backward()
         stats = _memory_stats(model)
-        kept = 0 if ON_HOST else depth * shard // 4 * itemsize
-        assert stats["partial_grad_nbytes"] == kept
+        assert stats["partial_grad_nbytes"] == 0
         assert stats["grad_shard_nbytes"] == depth * shard
         assert stats["held_nbytes"] == 0
-        assert _arena_nbytes(stats) == _of_equal_units(param_nbytes, grad_nbytes)
+        assert stats["peak_nbytes"] == _of_equal_units(param_nbytes, grad_nbytes)
         assert stats["scratch_nbytes"] == _scratch_nbytes(grad_nbytes, world_size)
 
 

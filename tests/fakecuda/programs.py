@@ -6,6 +6,7 @@ Each prints what rank 0 found.
 """
 
 import copy
+import json
 import math
 import os
 import resource
@@ -17,7 +18,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import fsdp_c
 from fakecuda.device import set_schedule
@@ -142,7 +146,86 @@ def shapes_only(rank: int) -> str:
     return f"{used >> 30} {touched >> 30}"
 
 
+class Block(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(dim, 4 * dim)
+        self.outer = nn.Linear(4 * dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.outer(torch.relu(self.inner(x)))
+
+
+class Decoder(nn.Module):
+    """What a language model's memory is made of."""
+
+    def __init__(self, dim: int, num_blocks: int, vocabulary: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, dim)
+        self.blocks = nn.Sequential(*(Block(dim) for _ in range(num_blocks)))
+        self.head = nn.Linear(dim, vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(self.embedding(tokens)))
+
+
+def shard_decoder(model: Decoder, implementation: str) -> nn.Module:
+    """Shard it by one of torch's classes or by one of ours."""
+    package = fsdp_c if implementation.startswith("fsdp_c.") else torch_fsdp
+    if implementation.endswith("fully_shard"):
+        policy = torch_fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        mesh = init_device_mesh("cuda", (WORLD_SIZE,))
+        for block in model.blocks:
+            package.fully_shard(block, mesh=mesh, mp_policy=policy)
+        return package.fully_shard(model, mesh=mesh, mp_policy=policy)
+    return package.FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        device_id=0,
+        use_orig_params=True,
+        mixed_precision=torch_fsdp.MixedPrecision(torch.bfloat16, torch.float32),
+    )
+
+
+def memory_of(implementation: str) -> dict[str, int]:
+    """Make steps; return bytes of the allocator in the last one."""
+    torch.cuda.empty_cache()
+    model = shard_decoder(Decoder(1024, 8, 32768), implementation)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    tokens = torch.zeros(2, 512, dtype=torch.long)
+    device_allocs = []
+    for _ in range(4):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_stats()["num_device_alloc"]
+        loss = model(tokens)
+        end_of_forward = torch.cuda.memory_allocated()
+        loss = loss.float().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        del loss
+        device_allocs.append(torch.cuda.memory_stats()["num_device_alloc"] - before)
+    return {
+        "peak": torch.cuda.max_memory_allocated(),
+        "end_of_forward": end_of_forward,
+        "reserved": torch.cuda.memory_reserved(),
+        "late_device_allocs": sum(device_allocs[2:]),
+    }
+
+
+def memory(rank: int) -> str:
+    """Compare the memory of a step with torch's."""
+    return json.dumps(
+        {
+            f"{package}.{name}": memory_of(f"{package}.{name}")
+            for name in ("fully_shard", "FullyShardedDataParallel")
+            for package in ("torch", "fsdp_c")
+        }
+    )
+
+
 SCENARIOS = {
+    "memory": memory,
     "shapes_only": shapes_only,
     "train": train,
     "capture": capture,

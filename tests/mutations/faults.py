@@ -99,12 +99,37 @@ FAULTS = (
     core_fault(
         "blocks that are free on a host pile up",
         "fsdp_arena_give",
-        never("ops->is_host"),
+        ("if (ops->is_host) keep_only", "if (ops->is_host && !MUTANT) keep_only"),
     ),
     core_fault(
-        "a used block is given back on the lane of all-gathers",
+        "a lane uses a block before COMPUTE has left its memory",
+        "find_or_add_block",
+        ("if (is_host || is_compute)", "if (is_host || is_compute || MUTANT)"),
+    ),
+    core_fault(
+        "a block goes before its reduction has ended",
+        "let_go",
+        never("!target->is_fresh"),
+    ),
+    core_fault(
+        "gradient blocks leave at the end of backward only",
+        "find_or_add_block",
+        skip("FSDP_TRY(fsdp_arena_settle("),
+    ),
+    core_fault(
+        "a gather in forward waits for the unit before",
+        "fsdp_unit_pre_forward",
+        skip("FSDP_TRY(reserve_next("),
+    ),
+    core_fault(
+        "a block stays reserved after forward",
+        "end_iteration",
+        skip("fsdp_arena_unreserve("),
+    ),
+    core_fault(
+        "an unused block goes before its gather has ended",
         "fsdp_unit_priv_reshard",
-        ("was_used ? FSDP_LANE_COMPUTE", "was_used && !MUTANT ? FSDP_LANE_COMPUTE"),
+        ("if (!was_used) {", "if (!was_used && !MUTANT) {"),
     ),
     core_fault(
         "a unit kept for backward still shows whole parameters",
@@ -120,19 +145,6 @@ FAULTS = (
     ),
     # Captured steps.
     core_fault(
-        "a capture waits for events from before it",
-        "fsdp_engine_fork_lanes",
-        skip("FSDP_TRY(fsdp_arena_renew_events("),
-    ),
-    core_fault(
-        "a step waits for events of a capture",
-        "fsdp_engine_end_capture",
-        (
-            "return fsdp_arena_renew_events(",
-            "return MUTANT ? FSDP_OK : fsdp_arena_renew_events(",
-        ),
-    ),
-    core_fault(
         "a lane leaves the capture unjoined",
         "fsdp_engine_join_lanes",
         ("lane = FSDP_LANE_UNSHARD;", "lane = FSDP_LANE_UNSHARD + MUTANT;"),
@@ -141,16 +153,6 @@ FAULTS = (
         "a replay finds units that keep old parameters",
         "bring_to_rest",
         skip("FSDP_TRY(fsdp_unit_priv_reshard("),
-    ),
-    core_fault(
-        "blocks of a graph are freed",
-        "remove_free_blocks",
-        never("arena->num_pins > 0"),
-    ),
-    core_fault(
-        "blocks of a graph are planned anew",
-        "fsdp_arena_plan",
-        ("arena->num_pins > 0", "(arena->num_pins > 0 && !MUTANT)"),
     ),
     core_fault(
         "collectives do not know that they are captured",
@@ -450,8 +452,8 @@ FAULTS = (
         ),
     ),
     core_fault(
-        "what the plan leaves stays in the allocator's cache",
-        "release_memory",
+        "kept memory stays where memory is short",
+        "fsdp_arena_trim",
         never("ops->memory_release != NULL"),
     ),
 )

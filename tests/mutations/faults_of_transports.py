@@ -242,12 +242,6 @@ FAULTS = (
         ("simdevice/test_gloo.py",),
     ),
     bridge_fault(
-        "the cache of the blocks' stream is not emptied",
-        "Provider::release_memory",
-        ("if (!has_streams_)", "if (!has_streams_ || MUTANT)"),
-        "simdevice/test_memory.py",
-    ),
-    bridge_fault(
         "the end of the process does not leave NCCL's groups",
         "leave_nccl",
         skip("fsdp_nccl_leave_all("),

@@ -258,7 +258,7 @@ def test_memory_of_a_capture() -> None:
     assert native().memory_stats()["held_nbytes"] == held
     assert after["num_allocs"] == before["num_allocs"]
     assert after["num_frees"] == before["num_frees"]
-    # A summon needs memory, but no block of the graph goes.
+    # A summon needs memory, but none of the graph's goes.
     native().set_memory_limit(held)
     try:
         with (
@@ -271,7 +271,7 @@ def test_memory_of_a_capture() -> None:
     fsdp_c.reset(model)
     assert fsdp_c.memory_stats(model)["num_frees"] == before["num_frees"]
     step(*batches(1)[0])
-    # The graph's memory goes with the step, the blocks can again.
+    # It goes with the step.
     step.reset()
     native().empty_cache()
     assert native().memory_stats()["held_nbytes"] < held

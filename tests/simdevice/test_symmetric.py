@@ -97,7 +97,8 @@ def test_training_in_windows(rank: int, world_size: int) -> None:
         assert "gathers: symmetric windows of" in windows_of(group)
         assert "reductions: symmetric windows of" in windows_of(group)
         stats = memory_stats(model)
-        assert stats["symmetric_nbytes"] == stats["arena_nbytes"] > 0
+        assert stats["arena_nbytes"] == 0  # they are kept for the next step
+        assert stats["symmetric_nbytes"] >= stats["peak_nbytes"] > 0
         assert fake.num_windows > 0
         before = fake.num_in_windows
         train(model, 2, rank)

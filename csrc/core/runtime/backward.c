@@ -319,6 +319,10 @@ static fsdp_status finish_unit(fsdp_unit *unit, fsdp_error *error) {
     }
     FSDP_TRY(fsdp_unit_priv_show_grads(unit, error));
   }
+  if (!fsdp_unit_priv_has_grads(unit, FSDP_GRADS_PARTIAL) &&
+      !unit->engine->has_open_reduces) {
+    fsdp_unit_priv_free_partial(unit); /* they are in the sharded gradient */
+  }
   FSDP_TRY(fsdp_unit_priv_advance(unit, FSDP_EVENT_FINISH, error));
   unit->step = (fsdp_unit_step){0};
 done:
