@@ -366,13 +366,12 @@ PyDoc_STRVAR(engine_doc,
 PyDoc_STRVAR(engine_reduce_kept_doc,
              "reduce_kept($self, /)\n--\n\n"
              "Reduce the gradients that backwards kept, and show them.");
-PyDoc_STRVAR(
-    engine_run_capture_stage_doc,
-    "run_capture_stage($self, stage, /)\n--\n\n"
-    "Run a stage of a captured step, in this order: BEGIN_CAPTURE;\n"
-    "inside the capture FORK_LANES first and JOIN_LANES last;\n"
-    "END_CAPTURE, also after a failure; BEGIN_REPLAY before each\n"
-    "replay and END_REPLAY after it.");
+PyDoc_STRVAR(engine_run_capture_stage_doc,
+             "run_capture_stage($self, stage, /)\n--\n\n"
+             "Run a stage of a captured step, in this order: BEGIN_CAPTURE;\n"
+             "inside the capture FORK_LANES first and JOIN_LANES last;\n"
+             "END_CAPTURE, also after a failure; BEGIN_REPLAY before each\n"
+             "replay and END_REPLAY after it.");
 PyDoc_STRVAR(engine_reset_doc,
              "reset($self, /)\n--\n\n"
              "Drop what an unfinished step left; all units are SHARDED after.");

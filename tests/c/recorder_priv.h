@@ -116,7 +116,7 @@ struct recorder {
   recorder_clock clocks[RECORDER_NUM_LANES];
   access *accesses;
   int64_t num_accesses;
-  char race[256];    /* the first one */
+  char race[256];   /* the first one */
   bool lacks_order; /* a record or a wait failed: less is ordered than should */
 };
 

@@ -62,7 +62,8 @@ static void play_word(const char *word, int64_t number) {
     recorder_clear(device);
   } else {
     size_t i = 0;
-    while (strcmp(word, counts[i].word) != 0) i++;
+    while (strcmp(word, counts[i].word) != 0)
+      i++;
     CHECK_I64(counts[i].count, number);
   }
 }
@@ -227,15 +228,16 @@ static fsdp_status live(fsdp_error *error) {
   for (int64_t i = 0; i < 6; i++) {
     client = -1;
     status = fsdp_arena_add_client(arena, 16 * (i / 2 + 1), &client, error);
-    if (status != FSDP_OK) CHECK_I64(client, -1);
+    if (status != FSDP_OK)
+      CHECK_I64(client, -1);
     FSDP_TRY(status);
   }
   for (int64_t i = 0; i < 6; i++) {
     const bool is_grad = i % 2 != 0;
     data = NULL;
-    status = fsdp_arena_take(
-        arena, i, is_grad ? FSDP_LANE_COMPUTE : FSDP_LANE_UNSHARD, &data,
-        error);
+    status = fsdp_arena_take(arena, i,
+                             is_grad ? FSDP_LANE_COMPUTE : FSDP_LANE_UNSHARD,
+                             &data, error);
     if (status != FSDP_OK) {
       CHECK(data == NULL);
       CHECK(fsdp_arena_data(arena, i) == NULL);

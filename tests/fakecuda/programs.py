@@ -6,6 +6,7 @@ Each prints what rank 0 found.
 """
 
 import copy
+import gc
 import json
 import math
 import os
@@ -189,7 +190,9 @@ def shard_decoder(model: Decoder, implementation: str) -> nn.Module:
 
 def memory_of(implementation: str) -> dict[str, int]:
     """Make steps; return bytes of the allocator in the last one."""
+    gc.collect()
     torch.cuda.empty_cache()
+    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     model = shard_decoder(Decoder(1024, 8, 32768), implementation)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     tokens = torch.zeros(2, 512, dtype=torch.long)
@@ -206,9 +209,9 @@ def memory_of(implementation: str) -> dict[str, int]:
         del loss
         device_allocs.append(torch.cuda.memory_stats()["num_device_alloc"] - before)
     return {
-        "peak": torch.cuda.max_memory_allocated(),
-        "end_of_forward": end_of_forward,
-        "reserved": torch.cuda.memory_reserved(),
+        "peak": torch.cuda.max_memory_allocated() - allocated,
+        "end_of_forward": end_of_forward - allocated,
+        "reserved": torch.cuda.memory_reserved() - reserved,
         "late_device_allocs": sum(device_allocs[2:]),
     }
 

@@ -13,7 +13,6 @@ CSRC = Path(__file__).resolve().parents[2] / "csrc"
 SEAMS = {
     "fsdp_alloc_fail_at": "lets an allocation fail",
     "fsdp_alloc_live": "finds leaks",
-    "fsdp_arena_priv_plan_steps": "bounds the time of an assignment of blocks",
     "fsdp_crc32c_by_table": "the path of processors without the instruction",
     "fsdp_host_pages_kept_nbytes": "finds pages that are kept",
     "fsdp_host_priv_lanes_at": "the paths of other processors",

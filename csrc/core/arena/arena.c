@@ -64,8 +64,8 @@ static fsdp_status let_go(fsdp_arena *arena, block *target, fsdp_error *error) {
   const fsdp_device_ops *ops = arena->ops;
   fsdp_status status = FSDP_OK;
   if (!target->is_fresh) {
-    FSDP_TRY(ops->event_wait(ops->context, FSDP_LANE_COMPUTE, target->event,
-                             error));
+    FSDP_TRY(
+        ops->event_wait(ops->context, FSDP_LANE_COMPUTE, target->event, error));
   }
   remove_block(arena, target);
 done:
@@ -194,8 +194,8 @@ static fsdp_status find_or_add_block(fsdp_arena *arena, int64_t nbytes,
                                FSDP_LANE_COMPUTE, error);
   }
   if (status == FSDP_OK) {
-    status = ops->event_wait(ops->context, lane, arena->blocks[*slot].event,
-                             error);
+    status =
+        ops->event_wait(ops->context, lane, arena->blocks[*slot].event, error);
   }
   if (status != FSDP_OK && is_new) remove_block(arena, &arena->blocks[*slot]);
 done:
@@ -360,8 +360,8 @@ bool fsdp_arena_trim(fsdp_arena *arena) {
   const int64_t num_frees = arena->stats.num_frees;
   fsdp_arena_unreserve(arena);
   (void)!fsdp_arena_settle(arena, NULL); /* whoever waits next reports it */
-  const bool any = ops->memory_release != NULL &&
-                   ops->memory_release(ops->context);
+  const bool any =
+      ops->memory_release != NULL && ops->memory_release(ops->context);
   return any || arena->stats.num_frees > num_frees;
 }
 

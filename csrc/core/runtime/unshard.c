@@ -581,8 +581,8 @@ done:
 }
 
 fsdp_status fsdp_unit_priv_reserve(const fsdp_unit *unit, fsdp_error *error) {
-  const int64_t nbytes = fsdp_unit_priv_wants_full(unit) ? unit->full_nbytes
-                                                         : unit->param_nbytes;
+  const int64_t nbytes =
+      fsdp_unit_priv_wants_full(unit) ? unit->full_nbytes : unit->param_nbytes;
   if (unit->is_resident || unit->is_summoned) return FSDP_OK;
   return fsdp_arena_reserve(unit->engine->arena, nbytes, error);
 }
