@@ -122,7 +122,8 @@ void Provider::make_known_block(Block *block) {
   const auto transports = nccl_transports();
   if (wants_symmetric_memory(transports)) {
     block->data = make_symmetric_memory(block->nbytes, device_);
-    if (!block->data && release_memory()) {  // torch may keep what NCCL needs
+    if (!block->data) {
+      release_cache();  // torch may keep what NCCL needs
       block->data = make_symmetric_memory(block->nbytes, device_);
     }
   }
@@ -186,14 +187,10 @@ bool Provider::drop_kept_blocks() {
   return true;
 }
 
-bool Provider::release_memory() {
-  if (!has_streams_) return false;
-  const bool any = drop_kept_blocks();
+void Provider::release_cache() const {
   auto *allocator =
       dynamic_cast<c10::DeviceAllocator *>(c10::GetAllocator(device_.type()));
-  if (allocator == nullptr) return any;  // one without a cache
-  allocator->emptyCache();
-  return true;
+  if (allocator != nullptr) allocator->emptyCache();  // null: it has none
 }
 
 // Pinned, so that copies need not wait for the host.
@@ -271,9 +268,16 @@ void block_free(void *context, void *block, int64_t /*nbytes*/) {
 
 bool memory_release(void *context) {
   try {
-    return provider_of(context).release_memory();
-  } catch (...) {  // a capture of a graph: it stays there
+    return provider_of(context).drop_kept_blocks();
+  } catch (...) {  // a capture of a graph: they stay there
     return false;
+  }
+}
+
+void cache_release(void *context) {
+  try {
+    provider_of(context).release_cache();
+  } catch (...) {  // a capture of a graph: it stays there
   }
 }
 
@@ -488,6 +492,7 @@ fsdp_device_ops Provider::ops() {
   table.block_alloc = block_alloc;
   table.block_free = block_free;
   table.memory_release = memory_release;
+  if (has_streams_) table.cache_release = cache_release;
   table.event_create = event_create;
   table.event_destroy = event_destroy;
   table.event_record = event_record;

@@ -47,8 +47,8 @@ class Provider {
   void free_block(void *block);
   // Lets kept blocks go that are not in use. Whether there were any.
   bool drop_kept_blocks();
-  // The same, and empties the device allocator's cache.
-  bool release_memory();
+  // Empties the device allocator's cache.
+  void release_cache() const;
   void record(fsdp_event *event, fsdp_lane lane);
   void wait(fsdp_lane lane, fsdp_event *event);
 
