@@ -105,6 +105,7 @@ void *Provider::allocate(int64_t nbytes) {
 
 void Provider::make_block(Block *block) const {
   block->stream = stream_of(FSDP_LANE_COMPUTE);
+  const c10::StreamGuard guard(*block->stream);  // and its device
   block->data = c10::GetAllocator(device_.type())
                     ->allocate(static_cast<size_t>(block->nbytes));
 }
@@ -120,6 +121,7 @@ void *Provider::take_kept_block(int64_t nbytes) {
 
 void Provider::make_known_block(Block *block) {
   const auto transports = nccl_transports();
+  const c10::StreamGuard guard(stream_of(FSDP_LANE_COMPUTE));  // its device
   if (wants_symmetric_memory(transports)) {
     block->data = make_symmetric_memory(block->nbytes, device_);
     if (!block->data) {
