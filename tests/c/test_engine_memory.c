@@ -56,28 +56,6 @@ TEST(test_another_order) {
   PLAY("backward; check_grads; end");
 }
 
-static int64_t num_released;
-
-static void release_cache(void *context) {
-  (void)context;
-  num_released++;
-}
-
-/* What the first backward leaves in the allocator's cache goes, once. */
-TEST(test_first_backward) {
-  num_released = 0;
-  model_init(&m, NULL);
-  m.ops.cache_release = release_cache;
-  model_plan_simple(&m, "root", 4);
-  model_start(&m);
-  PLAY("eval; forward");
-  CHECK_I64(num_released, 0);
-  PLAY("backward");
-  CHECK_I64(num_released, 1);
-  PLAY("zero_grad; step; end");
-  CHECK_I64(num_released, 1);
-}
-
 /* Without blocks that leave there is nothing to give, and the error stands. */
 TEST(test_out_of_memory_is_reported) {
   fsdp_error error = {FSDP_OK, 0, NULL, ""};

@@ -54,9 +54,6 @@ typedef struct fsdp_device_ops {
   /* Lets memory go that was kept for later blocks; may be slow. Whether there
    * was any. May be NULL: none is kept. Cannot fail. */
   bool (*memory_release)(void *context);
-  /* Gives the device what its allocator has cached; slow. May be NULL: there is
-   * no cache. Cannot fail. */
-  void (*cache_release)(void *context);
   /* Blocks in host memory (pinned where there is an accelerator). */
   fsdp_status (*host_alloc)(void *context, int64_t nbytes, void **block,
                             fsdp_error *error);

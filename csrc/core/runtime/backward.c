@@ -340,20 +340,6 @@ static void fail_open_units(fsdp_engine *engine, const fsdp_error *error) {
   }
 }
 
-/* Note [The first backward]
- * When the first backward has ended, an optimizer makes its state, for the rest
- * of the run. Cut out of what the step has left, it would leave pieces that are
- * too small for the next step's blocks and activations, whose memory would come
- * on top. So what a caching allocator keeps goes back to the device then, once:
- * both get memory of their own size, and keep it.
- */
-static void end_first_backward(fsdp_engine *engine) {
-  const fsdp_device_ops *ops = &engine->ops;
-  if (engine->has_trained || engine->is_capturing) return;
-  engine->has_trained = true;
-  if (ops->cache_release != NULL) ops->cache_release(ops->context);
-}
-
 fsdp_status fsdp_engine_finish_backward(fsdp_engine *engine,
                                         fsdp_error *error) {
   fsdp_status status = FSDP_OK;
@@ -376,7 +362,6 @@ fsdp_status fsdp_engine_finish_backward(fsdp_engine *engine,
   if (!engine->has_open_reduces || fsdp_engine_priv_is_host(engine)) {
     FSDP_TRY(fsdp_arena_settle(engine->arena, &local));
   }
-  end_first_backward(engine);
 done:
   if (status != FSDP_OK) {
     if (engine->in_backward) fail_open_units(engine, &local);

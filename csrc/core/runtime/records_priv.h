@@ -222,7 +222,6 @@ struct fsdp_engine {
   int64_t depth;     /* forward.c, engine.c: units inside forward now */
   fsdp_unit *root;   /* forward.c, engine.c: outermost unit of this iteration */
   bool has_entered;  /* backward.c: a unit of this backward, but the root */
-  bool has_trained;  /* backward.c: a backward has ended */
   bool leaves_reduces_open;  /* engine.c: see set_waits_for_reduces */
   bool has_open_reduces;     /* gradients.c, reduce.c */
   bool is_capturing;         /* capture.c: a step, into a graph */

@@ -276,12 +276,6 @@ bool memory_release(void *context) {
   }
 }
 
-void cache_release(void *context) {
-  try {
-    provider_of(context).release_cache();
-  } catch (...) {  // a capture of a graph: it stays there
-  }
-}
 
 fsdp_status host_alloc(void *context, int64_t nbytes, void **block,
                        fsdp_error *error) {
@@ -494,7 +488,6 @@ fsdp_device_ops Provider::ops() {
   table.block_alloc = block_alloc;
   table.block_free = block_free;
   table.memory_release = memory_release;
-  if (has_streams_) table.cache_release = cache_release;
   table.event_create = event_create;
   table.event_destroy = event_destroy;
   table.event_record = event_record;
