@@ -11,12 +11,13 @@
 
 static void *must_calloc(int64_t num, int64_t nbytes) {
   void *memory = calloc((size_t)num + 1, (size_t)nbytes);
-  if (memory == NULL)
-    abort();
+  if (memory == NULL) abort();
   return memory;
 }
 
-fsdp_engine *model_engine_of(const fsdp_unit *unit) { return unit->engine; }
+fsdp_engine *model_engine_of(const fsdp_unit *unit) {
+  return unit->engine;
+}
 
 /* --- Operations that the fixture listens to ------------------------------ */
 
@@ -25,13 +26,11 @@ static fsdp_status show_params(void *context, void *owner, fsdp_view view,
   model_unit *unit = owner;
   const fsdp_status status = recorder_views(context)->show_params(
       context, owner, view, segments, error);
-  if (status != FSDP_OK)
-    return status;
+  if (status != FSDP_OK) return status;
   unit->view = view;
   for (int64_t i = 0; view == FSDP_VIEW_PART && i < unit->num_segments; i++) {
     const int64_t nbytes = unit->part_nbytes[i];
-    if (nbytes == 0 || unit->params[i] == segments[i])
-      continue;
+    if (nbytes == 0 || unit->params[i] == segments[i]) continue;
     recorder_touch(context, FSDP_LANE_COMPUTE, unit->params[i],
                    nbytes * unit->world_size / 2, false);
     recorder_touch(context, FSDP_LANE_COMPUTE, segments[i], nbytes, true);
@@ -52,12 +51,10 @@ static fsdp_status take_params(void *context, void *owner, fsdp_view view,
   const model_unit *unit = owner;
   fsdp_status status = recorder_views(context)->take_params(
       context, owner, view, segments, any_copied, error);
-  if (status != FSDP_OK || !*any_copied)
-    return status;
+  if (status != FSDP_OK || !*any_copied) return status;
   if (unit->offloads && view == FSDP_VIEW_SHARDED) { /* as the bridge does */
     status = fsdp_engine_join_host(model_engine_of(unit->unit), error);
-    if (status != FSDP_OK)
-      return status;
+    if (status != FSDP_OK) return status;
   }
   for (int64_t i = 0; i < unit->num_segments; i++) {
     if (view == FSDP_VIEW_SHARDED) {
@@ -95,12 +92,10 @@ static fsdp_status reduce_hook(void *context, void *owner, fsdp_lane lane,
   const int64_t nbytes = layout->shard_numel * unit->reduce_itemsize[segment];
   const fsdp_status status = recorder_views(context)->reduce_hook(
       context, owner, lane, segment, buffer, error);
-  if (status != FSDP_OK)
-    return status;
+  if (status != FSDP_OK) return status;
   recorder_touch(context, (int)lane, buffer, nbytes * unit->world_size, true);
   for (int64_t rank = 0; rank < unit->world_size; rank++) {
-    if (rank == unit->rank)
-      continue;
+    if (rank == unit->rank) continue;
     memset((char *)buffer + rank * nbytes, 0xCD, (size_t)nbytes);
   }
   return FSDP_OK;
@@ -111,8 +106,7 @@ static fsdp_status show_grads(void *context, void *owner, fsdp_view view,
   model_unit *unit = owner;
   const fsdp_status status = recorder_views(context)->show_grads(
       context, owner, view, segments, error);
-  if (status != FSDP_OK)
-    return status;
+  if (status != FSDP_OK) return status;
   unit->has_grads = true;
   unit->grad_view = view;
   unit->has_reduced = unit->has_reduced || view == FSDP_VIEW_SHARDED;
@@ -142,14 +136,10 @@ static void grad_release(void *context, void *token) {
 
 void model_init(model *self, const model_options *options) {
   memset(self, 0, sizeof *self);
-  if (options != NULL)
-    self->options = *options;
-  if (self->options.world_size == 0)
-    self->options.world_size = 2;
-  if (self->options.num_replicas == 0)
-    self->options.num_replicas = 1;
-  if (self->options.prescale == 0)
-    self->options.prescale = 1;
+  if (options != NULL) self->options = *options;
+  if (self->options.world_size == 0) self->options.world_size = 2;
+  if (self->options.num_replicas == 0) self->options.num_replicas = 1;
+  if (self->options.prescale == 0) self->options.prescale = 1;
   self->device = recorder_create();
   self->ops = *recorder_ops(self->device);
   self->views = *recorder_views(self->device);
@@ -217,8 +207,7 @@ void model_plan(model *self, const char *name, const fsdp_param_spec *specs,
   fsdp_param_spec keyed[MAX_SPECS];
   fsdp_alignment alignment = {4, true, true};
   model_unit *unit = &self->units[self->num_units];
-  if (num_specs > MAX_SPECS || self->num_units == MODEL_MAX_UNITS)
-    abort();
+  if (num_specs > MAX_SPECS || self->num_units == MODEL_MAX_UNITS) abort();
 
   unit->name = name;
   unit->offloads = self->options.offloads;
@@ -393,8 +382,7 @@ fsdp_status model_pre_backward(model *self, int64_t unit, fsdp_error *error) {
   self->current = unit;
   const fsdp_status status =
       fsdp_unit_pre_backward(self->units[unit].unit, error);
-  if (status == FSDP_OK)
-    model_check_unsharded(self, unit);
+  if (status == FSDP_OK) model_check_unsharded(self, unit);
   return status;
 }
 
@@ -404,8 +392,7 @@ fsdp_status model_give_grad(model *self, int64_t index, int64_t param,
   model_unit *unit = &self->units[index];
   const fsdp_param_slot *slot = fsdp_flat_layout_slot(unit->layout, param);
   (void)model_unit_options(self, index, options);
-  if (self->num_grads == MODEL_MAX_GRADS)
-    abort();
+  if (self->num_grads == MODEL_MAX_GRADS) abort();
 
   self->current = index;
   const fsdp_dtype dtype = options[slot->segment].param_dtype;
@@ -445,12 +432,10 @@ fsdp_status model_give_grads(model *self, int64_t index, fsdp_error *error) {
   const bool has_frozen = num_trainable < num_params;
   fsdp_unit_expect_grads(unit->unit, num_trainable + has_frozen, 0);
   for (int64_t i = num_params; i-- > 0;) {
-    if (!is_trainable(unit, i))
-      continue;
+    if (!is_trainable(unit, i)) continue;
     FSDP_TRY(model_give_grad(self, index, i, true, error));
   }
-  if (has_frozen)
-    FSDP_TRY(model_give_inputs(self, index, error));
+  if (has_frozen) FSDP_TRY(model_give_inputs(self, index, error));
 done:
   return status;
 }
@@ -476,8 +461,7 @@ fsdp_status model_finish(model *self, fsdp_error *error) {
 fsdp_status model_forward(model *self, bool expects_backward,
                           fsdp_error *error) {
   fsdp_status status = model_enter(self, 0, error);
-  if (status != FSDP_OK)
-    return status; /* not entered: nothing to leave */
+  if (status != FSDP_OK) return status; /* not entered: nothing to leave */
 
   for (int64_t i = 1; i < self->num_units; i++) {
     FSDP_TRY(model_enter(self, i, error));
@@ -488,8 +472,7 @@ fsdp_status model_forward(model *self, bool expects_backward,
   }
   FSDP_TRY(model_leave(self, 0, expects_backward, error));
 done:
-  if (status != FSDP_OK)
-    fsdp_unit_abandon_forward(self->units[0].unit, false);
+  if (status != FSDP_OK) fsdp_unit_abandon_forward(self->units[0].unit, false);
   return status;
 }
 

@@ -12,8 +12,7 @@
 /* --- Memory of the recorder itself --------------------------------------- */
 
 void *recorder_priv_must(void *pointer) {
-  if (pointer != NULL)
-    return pointer;
+  if (pointer != NULL) return pointer;
   fprintf(stderr, "recorder: out of memory\n");
   exit(2);
 }
@@ -31,16 +30,16 @@ void recorder_priv_die(const char *what) {
 
 static const char *name_of_dtype(fsdp_dtype dtype) {
   switch (dtype.code) {
-  case FSDP_DTYPE_FLOAT32:
-    return "f32";
-  case FSDP_DTYPE_BFLOAT16:
-    return "bf16";
-  case FSDP_DTYPE_FLOAT64:
-    return "f64";
-  case FSDP_DTYPE_UINT8:
-    return "u8";
-  default:
-    return "unknown";
+    case FSDP_DTYPE_FLOAT32:
+      return "f32";
+    case FSDP_DTYPE_BFLOAT16:
+      return "bf16";
+    case FSDP_DTYPE_FLOAT64:
+      return "f64";
+    case FSDP_DTYPE_UINT8:
+      return "u8";
+    default:
+      return "unknown";
   }
 }
 
@@ -68,8 +67,7 @@ static named *add_named(named_list *list, const void *pointer) {
 const char *recorder_priv_find_name(named_list *list, const void *pointer,
                                     const char *prefix, int64_t first_number) {
   for (int64_t i = 0; i < list->num_items; i++) {
-    if (list->items[i].pointer == pointer)
-      return list->items[i].name;
+    if (list->items[i].pointer == pointer) return list->items[i].name;
   }
   const int64_t number = list->num_items + first_number;
   named *item = add_named(list, pointer);
@@ -91,8 +89,7 @@ const char *recorder_priv_memory_name(const recorder *self, const char *before,
                                       size_t text_nbytes) {
   const char *address = data;
   text[0] = '\0';
-  if (!self->shows_memory)
-    return text;
+  if (!self->shows_memory) return text;
   for (int64_t i = self->num_memories - 1; i >= 0; i--) {
     const memory *candidate = &self->memories[i];
     if (candidate->data == NULL || address < candidate->data ||
@@ -138,21 +135,17 @@ static void append_directive(recorder *self, char directive, char *to,
   }
   if (directive == 't' || directive == 'f') {
     const void *data = va_arg(*arguments, const void *);
-    if (data == NULL)
-      return;
+    if (data == NULL) return;
     (void)recorder_priv_memory_name(self, directive == 't' ? " " : " <- ", data,
                                     to, nbytes);
     return;
   }
-  if (directive == 's')
-    text = va_arg(*arguments, const char *);
+  if (directive == 's') text = va_arg(*arguments, const char *);
   if (directive == 'L') {
     text = recorder_priv_lane_name((fsdp_lane)va_arg(*arguments, int));
   }
-  if (directive == 'V')
-    text = name_of_view((fsdp_view)va_arg(*arguments, int));
-  if (directive == 'D')
-    text = name_of_dtype(va_arg(*arguments, fsdp_dtype));
+  if (directive == 'V') text = name_of_view((fsdp_view)va_arg(*arguments, int));
+  if (directive == 'D') text = name_of_dtype(va_arg(*arguments, fsdp_dtype));
   if (directive == 'O' || directive == 'G') {
     const void *pointer = va_arg(*arguments, const void *);
     text = directive == 'O'
@@ -199,8 +192,7 @@ fsdp_status recorder_priv_begin(recorder *self, fsdp_status code,
 
   self->num_calls++;
   const int64_t index = self->fail_at;
-  if (index >= 0)
-    self->fail_at--;
+  if (index >= 0) self->fail_at--;
   if (index == 0) {
     if (strncmp(line, "record ", 7) == 0 || strncmp(line, "wait ", 5) == 0) {
       self->lacks_order = true;
@@ -240,8 +232,7 @@ void recorder_destroy(recorder *self) {
   }
   free(self->accesses);
   for (int64_t i = 0; i < self->num_grad_shards; i++) {
-    if (self->grad_shards[i].is_owned)
-      free(self->grad_shards[i].data);
+    if (self->grad_shards[i].is_owned) free(self->grad_shards[i].data);
   }
   free(self->grad_shards);
   free(self->loans);
@@ -253,11 +244,17 @@ void recorder_destroy(recorder *self) {
   free(self);
 }
 
-const fsdp_device_ops *recorder_ops(recorder *self) { return &self->ops; }
+const fsdp_device_ops *recorder_ops(recorder *self) {
+  return &self->ops;
+}
 
-const fsdp_view_ops *recorder_views(recorder *self) { return &self->views; }
+const fsdp_view_ops *recorder_views(recorder *self) {
+  return &self->views;
+}
 
-const char *recorder_tape(const recorder *self) { return self->tape; }
+const char *recorder_tape(const recorder *self) {
+  return self->tape;
+}
 
 void recorder_clear(recorder *self) {
   self->tape_length = 0;
@@ -294,15 +291,25 @@ void recorder_set_host(recorder *self, bool is_host) {
   self->ops.is_host = is_host;
 }
 
-void recorder_fail_at(recorder *self, int64_t index) { self->fail_at = index; }
+void recorder_fail_at(recorder *self, int64_t index) {
+  self->fail_at = index;
+}
 
-int64_t recorder_num_calls(const recorder *self) { return self->num_calls; }
+int64_t recorder_num_calls(const recorder *self) {
+  return self->num_calls;
+}
 
-int64_t recorder_live_blocks(const recorder *self) { return self->live_blocks; }
+int64_t recorder_live_blocks(const recorder *self) {
+  return self->live_blocks;
+}
 
-int64_t recorder_live_nbytes(const recorder *self) { return self->live_nbytes; }
+int64_t recorder_live_nbytes(const recorder *self) {
+  return self->live_nbytes;
+}
 
-int64_t recorder_live_events(const recorder *self) { return self->live_events; }
+int64_t recorder_live_events(const recorder *self) {
+  return self->live_events;
+}
 
 void recorder_set_grads_live(recorder *self, bool any_live) {
   self->grads_live = any_live;

@@ -11,12 +11,10 @@ static fsdp_status block_alloc(void *context, int64_t nbytes, void **block,
   recorder *self = context;
   char name[RECORDER_NAME_NBYTES + 1] = "";
   const int64_t number = self->num_blocks_ever + 1;
-  if (self->shows_memory)
-    snprintf(name, sizeof name, " b%" PRId64, number);
+  if (self->shows_memory) snprintf(name, sizeof name, " b%" PRId64, number);
   const fsdp_status status = recorder_priv_begin(
       self, FSDP_OUT_OF_MEMORY, error, "alloc %d%s", nbytes, name);
-  if (status != FSDP_OK)
-    return status;
+  if (status != FSDP_OK) return status;
   if (self->memory_limit > 0 &&
       nbytes > self->memory_limit - self->live_nbytes) {
     return FSDP_FAIL(
@@ -24,8 +22,7 @@ static fsdp_status block_alloc(void *context, int64_t nbytes, void **block,
         self->memory_limit - self->live_nbytes, self->memory_limit);
   }
 
-  if (nbytes < 1)
-    recorder_priv_die("block_alloc of nothing");
+  if (nbytes < 1) recorder_priv_die("block_alloc of nothing");
   void *data = NULL;
   if (posix_memalign(&data, BLOCK_ALIGNMENT, (size_t)nbytes) != 0) {
     recorder_priv_die("out of memory");
@@ -88,8 +85,7 @@ static void free_known_block(recorder *self, const void *data, bool is_host,
                              int64_t nbytes) {
   for (int64_t i = self->num_memories - 1; i >= 0; i--) {
     memory *candidate = &self->memories[i];
-    if (!candidate->is_block || candidate->data != data)
-      continue;
+    if (!candidate->is_block || candidate->data != data) continue;
     if (candidate->is_host != is_host)
       recorder_priv_die("a free of the other kind");
     if (!is_host && candidate->nbytes != nbytes)
@@ -125,14 +121,11 @@ static fsdp_status host_alloc(void *context, int64_t nbytes, void **block,
   recorder *self = context;
   char name[RECORDER_NAME_NBYTES + 1] = "";
   const int64_t number = self->num_host_blocks_ever + 1;
-  if (self->shows_memory)
-    snprintf(name, sizeof name, " h%" PRId64, number);
+  if (self->shows_memory) snprintf(name, sizeof name, " h%" PRId64, number);
   const fsdp_status status = recorder_priv_begin(
       self, FSDP_OUT_OF_MEMORY, error, "host_alloc %d%s", nbytes, name);
-  if (status != FSDP_OK)
-    return status;
-  if (nbytes < 1)
-    recorder_priv_die("host_alloc of nothing");
+  if (status != FSDP_OK) return status;
+  if (nbytes < 1) recorder_priv_die("host_alloc of nothing");
   void *data = recorder_priv_must(malloc((size_t)nbytes));
   memset(data, 0xCD, (size_t)nbytes);
   memory *added = recorder_priv_add_memory(self, data, nbytes);
@@ -157,8 +150,7 @@ static fsdp_status event_create(void *context, fsdp_event **event,
   const int64_t number = self->num_events_ever + 1;
   const fsdp_status status =
       recorder_priv_begin(self, FSDP_BACKEND, error, "event e%d", number);
-  if (status != FSDP_OK)
-    return status;
+  if (status != FSDP_OK) return status;
   fsdp_event *created = recorder_priv_must(malloc(sizeof *created));
   *created = (fsdp_event){.number = number, .next = self->events};
   self->events = created;
@@ -172,10 +164,8 @@ static void event_destroy(void *context, fsdp_event *event) {
   recorder *self = context;
   recorder_priv_write_line(self, "destroy e%d", event->number);
   fsdp_event **link = &self->events;
-  while (*link != NULL && *link != event)
-    link = &(*link)->next;
-  if (*link == NULL)
-    recorder_priv_die("event_destroy of an unknown event");
+  while (*link != NULL && *link != event) link = &(*link)->next;
+  if (*link == NULL) recorder_priv_die("event_destroy of an unknown event");
   *link = event->next;
   self->live_events--;
   free(event);
@@ -185,8 +175,7 @@ static fsdp_status event_record(void *context, fsdp_event *event,
                                 fsdp_lane lane, fsdp_error *error) {
   const fsdp_status status = recorder_priv_begin(
       context, FSDP_BACKEND, error, "record e%d %L", event->number, lane);
-  if (status == FSDP_OK)
-    recorder_priv_record(context, event, lane);
+  if (status == FSDP_OK) recorder_priv_record(context, event, lane);
   return status;
 }
 
@@ -194,8 +183,7 @@ static fsdp_status event_wait(void *context, fsdp_lane lane, fsdp_event *event,
                               fsdp_error *error) {
   const fsdp_status status = recorder_priv_begin(
       context, FSDP_BACKEND, error, "wait %L e%d", lane, event->number);
-  if (status == FSDP_OK)
-    recorder_priv_wait(context, (int)lane, event);
+  if (status == FSDP_OK) recorder_priv_wait(context, (int)lane, event);
   return status;
 }
 
@@ -203,8 +191,7 @@ static fsdp_status event_synchronize(void *context, fsdp_event *event,
                                      fsdp_error *error) {
   const fsdp_status status = recorder_priv_begin(
       context, FSDP_BACKEND, error, "synchronize e%d", event->number);
-  if (status == FSDP_OK)
-    recorder_priv_wait(context, RECORDER_HOST, event);
+  if (status == FSDP_OK) recorder_priv_wait(context, RECORDER_HOST, event);
   return status;
 }
 
@@ -216,8 +203,7 @@ static fsdp_status cast(void *context, fsdp_lane lane, void *destination,
   const fsdp_status status = recorder_priv_begin(
       self, FSDP_BACKEND, error, "cast %L %d %D->%D%t%f", lane, numel,
       source_dtype, destination_dtype, destination, source);
-  if (status != FSDP_OK)
-    return status;
+  if (status != FSDP_OK) return status;
   recorder_priv_touch(self, lane, source, numel * source_dtype.itemsize, false);
   recorder_priv_touch(self, lane, destination,
                       numel * destination_dtype.itemsize, true);
@@ -233,8 +219,7 @@ static fsdp_status copy_to_device(void *context, fsdp_lane lane, void *device,
   const fsdp_status status =
       recorder_priv_begin(self, FSDP_BACKEND, error, "copy_to_device %L %d%t%f",
                           lane, nbytes, device, host);
-  if (status != FSDP_OK)
-    return status;
+  if (status != FSDP_OK) return status;
   touch_host(self, lane, host, nbytes, false);
   recorder_priv_touch(self, lane, device, nbytes, true);
   memcpy(device, host, (size_t)nbytes);
@@ -248,8 +233,7 @@ static fsdp_status copy_to_host(void *context, fsdp_lane lane, void *host,
   const fsdp_status status =
       recorder_priv_begin(self, FSDP_BACKEND, error, "copy_to_host %L %d%t%f",
                           lane, nbytes, host, device);
-  if (status != FSDP_OK)
-    return status;
+  if (status != FSDP_OK) return status;
   recorder_priv_touch(self, lane, device, nbytes, false);
   touch_host(self, lane, host, nbytes, true);
   memcpy(host, device, (size_t)nbytes);
@@ -274,8 +258,7 @@ static fsdp_status pack(void *context, fsdp_lane lane, void *destination,
   const fsdp_status status =
       recorder_priv_begin(self, FSDP_BACKEND, error, "pack %L %D x%g%s%t", lane,
                           destination_dtype, scale, text, destination);
-  if (status != FSDP_OK)
-    return status;
+  if (status != FSDP_OK) return status;
   for (int64_t i = 0; i < num_items; i++) {
     char *target =
         (char *)destination + items[i].offset * destination_dtype.itemsize;
@@ -301,8 +284,7 @@ static fsdp_status accumulate(void *context, fsdp_lane lane, void *destination,
       self, FSDP_BACKEND, error, "accumulate %L %d %D->%D x%g%s%t%f", lane,
       numel, source_dtype, destination_dtype, scale, add ? " add" : "",
       destination, source);
-  if (status != FSDP_OK)
-    return status;
+  if (status != FSDP_OK) return status;
   recorder_priv_touch(self, lane, source, numel * source_dtype.itemsize, false);
   recorder_priv_touch(self, lane, destination,
                       numel * destination_dtype.itemsize, true);
@@ -323,8 +305,7 @@ static fsdp_status all_gather_bytes(void *context, const fsdp_group *group,
   const fsdp_status status =
       recorder_priv_begin(self, FSDP_BACKEND, error, "all_gather_bytes %G %d",
                           group->transport, nbytes);
-  if (status != FSDP_OK)
-    return status;
+  if (status != FSDP_OK) return status;
   for (int64_t rank = 0; rank < group->world_size; rank++) {
     char *slot = (char *)all + rank * nbytes;
     memcpy(slot, mine, (size_t)nbytes);

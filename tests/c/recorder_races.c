@@ -14,8 +14,7 @@ static const char *name_of_lane(int lane) {
 
 static void join(recorder_clock *clock, const recorder_clock *other) {
   for (int i = 0; i < RECORDER_NUM_LANES; i++) {
-    if (other->done[i] > clock->done[i])
-      clock->done[i] = other->done[i];
+    if (other->done[i] > clock->done[i]) clock->done[i] = other->done[i];
   }
 }
 
@@ -32,14 +31,12 @@ static void note_race(recorder *self, const access *before, const char *what) {
   char place[2 * RECORDER_NAME_NBYTES];
   const char *end = strrchr(self->tape, '\n');
   const char *line = end;
-  if (self->race[0] != '\0')
-    return;
+  if (self->race[0] != '\0') return;
   const bool shows_memory = self->shows_memory;
   self->shows_memory = true;
   (void)recorder_priv_memory_name(self, "", before->begin, place, sizeof place);
   self->shows_memory = shows_memory;
-  while (line != NULL && line > self->tape && line[-1] != '\n')
-    line--;
+  while (line != NULL && line > self->tape && line[-1] != '\n') line--;
   snprintf(self->race, sizeof self->race, "%s, not after %s of %s by %s (%.*s)",
            what, before->is_write ? "write" : "read", place,
            name_of_lane(before->lane), line == NULL ? 0 : (int)(end - line),
@@ -54,8 +51,7 @@ void recorder_touch(recorder *self, int lane, const void *data, int64_t nbytes,
                     bool is_write) {
   recorder_clock *clock = &self->clocks[lane];
   int64_t num_kept = 0;
-  if (nbytes == 0 || data == NULL)
-    return;
+  if (nbytes == 0 || data == NULL) return;
   join(clock, &self->clocks[RECORDER_HOST]);
   const access added = {.begin = data,
                         .end = (const char *)data + nbytes,
@@ -77,10 +73,8 @@ void recorder_touch(recorder *self, int lane, const void *data, int64_t nbytes,
     const bool is_covered =
         added.begin <= earlier->begin && earlier->end <= added.end &&
         (is_write || !earlier->is_write) && is_before(earlier, clock);
-    if (is_covered)
-      continue;
-    if (num_kept < i)
-      self->accesses[num_kept] = *earlier;
+    if (is_covered) continue;
+    if (num_kept < i) self->accesses[num_kept] = *earlier;
     num_kept++;
   }
   self->num_accesses = num_kept;
@@ -106,7 +100,9 @@ void recorder_forget(recorder *self, const void *data, int64_t nbytes,
   self->num_accesses = num_kept;
 }
 
-void recorder_clear_race(recorder *self) { self->race[0] = '\0'; }
+void recorder_clear_race(recorder *self) {
+  self->race[0] = '\0';
+}
 
 const char *recorder_race(const recorder *self) {
   return self->lacks_order ? "" : self->race;

@@ -62,8 +62,7 @@ static void play_word(const char *word, int64_t number) {
     recorder_clear(device);
   } else {
     size_t i = 0;
-    while (strcmp(word, counts[i].word) != 0)
-      i++;
+    while (strcmp(word, counts[i].word) != 0) i++;
     CHECK_I64(counts[i].count, number);
   }
 }
@@ -228,8 +227,7 @@ static fsdp_status live(fsdp_error *error) {
   for (int64_t i = 0; i < 6; i++) {
     client = -1;
     status = fsdp_arena_add_client(arena, 16 * (i / 2 + 1), &client, error);
-    if (status != FSDP_OK)
-      CHECK_I64(client, -1);
+    if (status != FSDP_OK) CHECK_I64(client, -1);
     FSDP_TRY(status);
   }
   for (int64_t i = 0; i < 6; i++) {

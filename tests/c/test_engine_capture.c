@@ -10,12 +10,9 @@ static void check_fenced(void) {
   for (const char *line = recorder_tape(m.device); *line != '\0';
        line = strchr(line, '\n') + 1) {
     int event = 0;
-    if (sscanf(line, "record e%d", &event) == 1)
-      is_recorded[event] = true;
-    if (sscanf(line, "wait %*s e%d", &event) != 1)
-      continue;
-    if (!CHECK(is_recorded[event]))
-      printf("e%d\n", event);
+    if (sscanf(line, "record e%d", &event) == 1) is_recorded[event] = true;
+    if (sscanf(line, "wait %*s e%d", &event) != 1) continue;
+    if (!CHECK(is_recorded[event])) printf("e%d\n", event);
   }
 }
 

@@ -41,8 +41,7 @@ static void check_no_sync(const model_options *options) {
     PLAY("sync reduce");
     const int64_t num_all_gathers = model_stats(&m).num_all_gathers;
     PLAY("step");
-    if (keeps)
-      CHECK_I64(model_stats(&m).num_all_gathers, num_all_gathers);
+    if (keeps) CHECK_I64(model_stats(&m).num_all_gathers, num_all_gathers);
     PLAY("grad_view root sharded; check_grads; check_sharded; check_idle");
     PLAY("optimizer");
   }
@@ -72,10 +71,11 @@ TEST(test_kept_parameters) {
   PLAY("sync none; step; view a sharded; state a KEPT");
   const int64_t num_all_gathers = model_stats(&m).num_all_gathers;
   PLAY("clear; step"); /* on what was kept: a reshards after its forward */
-  CHECK_SCHEDULE("show root unsharded; show a unsharded; show a sharded; "
-                 "hide root; all_gather a; show root unsharded; "
-                 "show a unsharded; hide root; show_grads root unsharded; "
-                 "hide a; show_grads a unsharded");
+  CHECK_SCHEDULE(
+      "show root unsharded; show a unsharded; show a sharded; "
+      "hide root; all_gather a; show root unsharded; "
+      "show a unsharded; hide root; show_grads root unsharded; "
+      "hide a; show_grads a unsharded");
   PLAY("optimizer");
   const int64_t num_before = model_stats(&m).num_all_gathers;
   CHECK_I64(num_before, num_all_gathers + 1);

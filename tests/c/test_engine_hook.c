@@ -53,10 +53,12 @@ TEST(test_custom_reductions) {
   set_custom(FSDP_CUSTOM_REDUCE_SCATTER | FSDP_CUSTOM_REDUCED);
   PLAY("forward; clear; backward");
   const char *tape = recorder_tape(m.device);
-  CHECK_HAS(tape, "custom_add root 4; group_end reduce g0; "
-                  "custom_run root reduce 2;");
-  CHECK_HAS(tape, "custom_add root 4; custom_run root replicate 4; "
-                  "accumulate replicate 4 f32->f32 x1;");
+  CHECK_HAS(tape,
+            "custom_add root 4; group_end reduce g0; "
+            "custom_run root reduce 2;");
+  CHECK_HAS(tape,
+            "custom_add root 4; custom_run root replicate 4; "
+            "accumulate replicate 4 f32->f32 x1;");
   CHECK_HAS(tape, "all_reduce");
   CHECK_LACKS(tape, "reduce_scatter");
   PLAY("end");

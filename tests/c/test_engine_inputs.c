@@ -30,8 +30,7 @@ TEST(test_mixed_unit_waits) {
   for (int is_first = 0; is_first < 2; is_first++) {
     start(NULL);
     PLAY("pre_backward mixed; expect mixed 4");
-    if (is_first)
-      PLAY("inputs mixed");
+    if (is_first) PLAY("inputs mixed");
     PLAY("grad mixed 4; grad mixed 2; state mixed UNSHARDED");
     CHECK_I64(fsdp_unit_pending_grads(m.units[2].unit), 2 - is_first);
     PLAY("clear; grad mixed 0");

@@ -101,8 +101,7 @@ TEST(test_blocks_in_use_stay) {
         PLAY("check_grads");
       }
       PLAY("reset; end");
-      if (!has_failed)
-        break;
+      if (!has_failed) break;
     }
     CHECK(num_recovered > 0);
   }

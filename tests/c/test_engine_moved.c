@@ -13,8 +13,7 @@ static void *move_shard(int64_t index, int64_t segment) {
   model_unit *unit = &m.units[index];
   const int64_t numel = unit->shard_nbytes[segment] / (int64_t)sizeof(float);
   float *moved = malloc((size_t)unit->shard_nbytes[segment]);
-  if (moved == NULL)
-    abort();
+  if (moved == NULL) abort();
   for (int64_t i = 0; i < numel; i++) {
     moved[i] = (float)(32 * (num_moves % 4) + 8 * index + i % 5);
   }
@@ -35,8 +34,7 @@ static void *move_shard(int64_t index, int64_t segment) {
 }
 
 static void move_all(void) {
-  for (int64_t i = 0; i < m.num_units; i++)
-    (void)move_shard(i, 0);
+  for (int64_t i = 0; i < m.num_units; i++) (void)move_shard(i, 0);
 }
 
 /* The values are checked where parameters are shown. */
@@ -44,8 +42,7 @@ TEST(test_moved_shards_are_gathered) {
   for (int bits = 0; bits < 2 * 2 * 2; bits++) {
     model_options options = {.offloads = (bits & 1) != 0,
                              .keeps_after_forward = (bits & 2) != 0};
-    if ((bits & 4) != 0)
-      options.param_dtype = RECORDER_BF16;
+    if ((bits & 4) != 0) options.param_dtype = RECORDER_BF16;
     model_start_tree(&m, &options, 2);
     PLAY("step; zero_grad; optimizer");
     move_all();

@@ -229,8 +229,7 @@ TEST(test_uploads_do_not_wait_for_downloads) {
     char lane[16] = "";
     (void)sscanf(at, "wait upload %15s", name);
     last_record(tape, at, name, lane);
-    if (lane[0] == '\0')
-      continue; /* of the step before */
+    if (lane[0] == '\0') continue; /* of the step before */
     num_waits++;
     CHECK_TEXT(lane, "compute");
   }

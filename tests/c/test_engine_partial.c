@@ -80,8 +80,7 @@ static void check_windows(const model_options *options) {
   model_open(options, "root 8; mixed mixed; b 16");
   for (int window = 0; window < 4; window++) {
     PLAY("zero_grad; clear");
-    if (window == 2)
-      num_live = fsdp_alloc_live();
+    if (window == 2) num_live = fsdp_alloc_live();
     for (int i = 0; i < 2; i++) {
       step(FSDP_SYNC_SHARD);
       PLAY("check_sharded; grad_view b partial; check_grads");
@@ -135,13 +134,11 @@ TEST(test_mixed_with_no_sync) {
         step(is_partial ? FSDP_SYNC_SHARD : FSDP_SYNC_NONE);
         CHECK_I64(m.units[1].grad_view,
                   is_partial ? FSDP_VIEW_PARTIAL : FSDP_VIEW_UNSHARDED);
-        if (is_partial)
-          PLAY("check_grads");
+        if (is_partial) PLAY("check_grads");
       }
       step(FSDP_SYNC_REDUCE);
       PLAY("check_grads; check_idle");
-      if (window == 0)
-        continue;
+      if (window == 0) continue;
       step(FSDP_SYNC_SHARD); /* beside a sharded gradient */
       PLAY("check_grads");
       step(FSDP_SYNC_REDUCE);
@@ -162,8 +159,7 @@ static void step_without_b(fsdp_sync sync, bool is_entered) {
     CHECK_OK(model_leave(&m, i, true, NULL));
   }
   PLAY("leave root; pre_backward root");
-  if (is_entered)
-    PLAY("pre_backward b");
+  if (is_entered) PLAY("pre_backward b");
   PLAY("pre_backward a; grads a; grads root; finish; check_sharded");
 }
 

@@ -189,8 +189,9 @@ TEST(test_units_without_a_cast) {
   model_start(&m);
   set_full(0, true);
   PLAY("step");
-  CHECK_SCHEDULE("show u full; hide u; show u full; show u sharded; "
-                 "show_grads u sharded");
+  CHECK_SCHEDULE(
+      "show u full; hide u; show u full; show u sharded; "
+      "show_grads u sharded");
   PLAY("end");
 }
 
@@ -205,8 +206,7 @@ TEST(test_steps) {
     failures_plan(&options);
     model_start(&m);
     for (int i = 0; i < 6; i++) {
-      for (int64_t j = 0; j < m.num_units; j++)
-        set_full(j, i % 3 != 2);
+      for (int64_t j = 0; j < m.num_units; j++) set_full(j, i % 3 != 2);
       PLAY("zero_grad; step; check_grads; check_sharded; optimizer");
       PLAY("check_idle");
     }

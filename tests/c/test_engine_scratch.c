@@ -24,9 +24,13 @@ static const char *turns(void) {
   return text;
 }
 
-static void step(void) { PLAY("zero_grad; optimizer; step; check_grads"); }
+static void step(void) {
+  PLAY("zero_grad; optimizer; step; check_grads");
+}
 
-static int64_t scratch_nbytes(void) { return model_stats(&m).scratch_nbytes; }
+static int64_t scratch_nbytes(void) {
+  return model_stats(&m).scratch_nbytes;
+}
 
 /* --- Turns --------------------------------------------------------------- */
 
@@ -39,8 +43,7 @@ TEST(test_two_blocks_take_turns) {
   step();
   CHECK_TEXT(turns(), "b11 b14 b11 b14 ");
   CHECK_I64(scratch_nbytes(), 2 * 16 * 4);
-  for (int i = 0; i < 3; i++)
-    step();
+  for (int i = 0; i < 3; i++) step();
   CHECK_TEXT(turns(), "b11 b14 b11 b14 b11 b14 b11 b14 b11 b14 b11 b14 ");
   CHECK_I64(scratch_nbytes(), 2 * 16 * 4);
   CHECK_I64(recorder_live_nbytes(m.device),
@@ -127,8 +130,7 @@ TEST(test_grows) {
   model_plan_simple(&m, "a", 64);
   m.num_units = 1;
   model_start(&m);
-  for (int i = 0; i < 2; i++)
-    step();
+  for (int i = 0; i < 2; i++) step();
   CHECK_I64(scratch_nbytes(), 2 * 16);
   m.num_units = 2;
   const fsdp_unit_options joining = model_unit_options(&m, 1, segments);
@@ -137,8 +139,9 @@ TEST(test_grows) {
   recorder_show_memory(m.device, true);
   PLAY("clear");
   step(); /* a, root */
-  CHECK_TAPE_HAS("wait compute e8; free 16 b3; alloc 256 b12; "
-                 "record e1 compute; wait reduce e1;");
+  CHECK_TAPE_HAS(
+      "wait compute e8; free 16 b3; alloc 256 b12; "
+      "record e1 compute; wait reduce e1;");
   CHECK_TEXT(turns(), "b12 b6 ");
   CHECK_I64(scratch_nbytes(), 256 + 16);
   PLAY("sync reduce; enter root"); /* the root alone */
@@ -158,18 +161,14 @@ TEST(test_grows) {
 TEST(test_nobody_needs_it) {
   for (int i = 0; i < 3; i++) {
     model_options options = scratch_options(0);
-    if (i == 0)
-      options.wants_scratch = false;
-    if (i == 1)
-      options.world_size = 1;
-    if (i == 1)
-      options.num_replicas = 2;
+    if (i == 0) options.wants_scratch = false;
+    if (i == 1) options.world_size = 1;
+    if (i == 1) options.num_replicas = 2;
     model_start_tree(&m, &options, 1);
     for (int64_t unit = 0; i == 2 && unit < 2; unit++) {
       fsdp_unit_get_settings(m.units[unit].unit)->has_reduce_hook = true;
     }
-    for (int j = 0; j < 2; j++)
-      step();
+    for (int j = 0; j < 2; j++) step();
     CHECK_I64(scratch_nbytes(), 0);
     PLAY("end");
   }
@@ -184,8 +183,7 @@ TEST(test_unfreezing_fails) {
   int64_t num_refused = 0;
   for (int64_t num_units = 1; num_units < 6; num_units++) {
     model_init(&m, &options);
-    for (int64_t i = 0; i < num_units; i++)
-      model_plan_simple(&m, names[i], 4);
+    for (int64_t i = 0; i < num_units; i++) model_plan_simple(&m, names[i], 4);
     model_plan(&m, "frozen", &frozen, 1);
     model_plan(&m, "frozen too", &frozen, 1);
     model_start(&m);
@@ -194,8 +192,7 @@ TEST(test_unfreezing_fails) {
       fsdp_alloc_fail_at(0);
       const fsdp_status status = fsdp_unit_set_trainable(unit, 0, true, NULL);
       fsdp_alloc_fail_at(-1);
-      if (status == FSDP_OK)
-        break;
+      if (status == FSDP_OK) break;
       CHECK_I64(status, FSDP_OUT_OF_MEMORY);
       num_refused++;
     }
@@ -226,8 +223,7 @@ TEST(test_every_call_can_fail_before_the_end) {
       fsdp_error error = {FSDP_OK, 0, NULL, ""};
       failures_plan(&options);
       model_start(&m);
-      for (int j = 0; j < num_before; j++)
-        step();
+      for (int j = 0; j < num_before; j++) step();
       recorder_fail_at(m.device, i);
       const fsdp_status status = failures_step(FSDP_SYNC_REDUCE, &error);
       recorder_fail_at(m.device, -1);
@@ -236,8 +232,7 @@ TEST(test_every_call_can_fail_before_the_end) {
         printf("  call %" PRId64 " after %d steps: %s\n", i, num_before,
                error.message);
       }
-      if (status == FSDP_OK)
-        break;
+      if (status == FSDP_OK) break;
     }
   }
 }

@@ -142,10 +142,11 @@ TEST(test_resident_on_first_rank) {
   start(&options);
   CHECK_OK(fsdp_unit_summon(m.units[0].unit, &first_only, NULL));
   PLAY("dismiss u");
-  CHECK_TAPE("take_params u sharded; take_params u sharded; record e1 compute; "
-             "wait unshard e1; group_begin unshard g0; "
-             "broadcast unshard g0 8 f32 from 0 shard; group_end unshard g0; "
-             "record e6 unshard; wait compute e6");
+  CHECK_TAPE(
+      "take_params u sharded; take_params u sharded; record e1 compute; "
+      "wait unshard e1; group_begin unshard g0; "
+      "broadcast unshard g0 8 f32 from 0 shard; group_end unshard g0; "
+      "record e6 unshard; wait compute e6");
   PLAY("step; end");
 }
 
@@ -193,10 +194,8 @@ static void check_combination(const model_options *options, int bits,
   check_shown(bits);
   const bool writes_params = unit->view != FSDP_VIEW_SHARDED;
   const bool writes_grads = unit->grad_view != FSDP_VIEW_SHARDED;
-  if (writes_params)
-    write_whole(unit->params[0], bits, PARAMS);
-  if (writes_grads)
-    write_whole(unit->grads[0], bits, GRADS);
+  if (writes_params) write_whole(unit->params[0], bits, PARAMS);
+  if (writes_grads) write_whole(unit->grads[0], bits, GRADS);
   if (!is_shown_here(bits)) { /* the other ranks' shards are their own */
     recorder_set_broadcast(m.device, PARAMS);
     PLAY("optimizer");
@@ -220,11 +219,9 @@ static void check_combination(const model_options *options, int bits,
     const float param = (float)(PARAMS + first + (double)i);
     const float grad = (float)(GRADS + first + (double)i);
     CHECK(params[i] == (is_kept && gets_params ? param : params_before[i]));
-    if (!is_shown_here(bits))
-      continue; /* one broadcast for both */
+    if (!is_shown_here(bits)) continue; /* one broadcast for both */
     CHECK(grads[i] == (is_kept && gets_grads ? grad : grads_before[i]));
-    if (is_kept && gets_grads)
-      unit->expected[0][(int64_t)first + i] = grad;
+    if (is_kept && gets_grads) unit->expected[0][(int64_t)first + i] = grad;
   }
   if (is_shown_here(bits) || !writeback) {
     PLAY("step"); /* added to what was written */
@@ -238,8 +235,7 @@ TEST(test_combinations) {
     for (int kinds = 0; kinds < 32; kinds++) {
       model_options options = {.world_size = (kinds & 1) != 0 ? 2 : 1,
                                .rank = (kinds & 3) == 3 ? 1 : 0};
-      if ((kinds & 3) == 2)
-        continue; /* rank 1 of one */
+      if ((kinds & 3) == 2) continue; /* rank 1 of one */
       options.num_replicas = (kinds & 4) != 0 ? 2 : 1;
       options.offloads = (kinds & 8) != 0;
       if ((kinds & 16) != 0) {
@@ -312,8 +308,7 @@ TEST(test_gradients_of_another_rank) {
     CHECK(strstr(recorder_tape(m.device), "pack compute f32 x1 zero8@0") !=
           NULL);
     const float *whole = m.units[0].grads[0];
-    for (int64_t i = 0; i < 2 * NUMEL; i++)
-      CHECK(whole[i] == 0);
+    for (int64_t i = 0; i < 2 * NUMEL; i++) CHECK(whole[i] == 0);
     PLAY("drop u");
     CHECK(m.units[0].grad_view != FSDP_VIEW_SHARDED); /* not shown again */
     CHECK_OK(fsdp_unit_summon(m.units[0].unit, &how, NULL));
@@ -376,10 +371,8 @@ static bool fail_call(const model_options *options, int bits, int64_t index) {
   } else {
     const bool writes_params = unit->view != FSDP_VIEW_SHARDED;
     const bool writes_grads = unit->grad_view != FSDP_VIEW_SHARDED;
-    if (writes_params)
-      write_whole(unit->params[0], bits, PARAMS);
-    if (writes_grads)
-      write_whole(unit->grads[0], bits, GRADS);
+    if (writes_params) write_whole(unit->params[0], bits, PARAMS);
+    if (writes_grads) write_whole(unit->grads[0], bits, GRADS);
     if (fsdp_unit_dismiss(unit->unit, true, NULL) != FSDP_OK) {
       recorder_fail_at(m.device, -1);
       CHECK(fsdp_unit_is_summoned(unit->unit));
@@ -412,8 +405,7 @@ TEST(test_every_call_can_fail) {
                                .rank = kinds == 1 ? 1 : 0,
                                .num_replicas = kinds == 0 || kinds == 3 ? 2 : 1,
                                .offloads = kinds == 2 || kinds == 5};
-      if (kinds == 4)
-        options.param_dtype = RECORDER_BF16;
+      if (kinds == 4) options.param_dtype = RECORDER_BF16;
       for (int64_t i = 0; i < MAX_CALLS; i++) {
         const int64_t num_failures = check_num_failures;
         const bool goes_on = fail_call(&options, bits, i);
@@ -422,8 +414,7 @@ TEST(test_every_call_can_fail) {
                  i);
           return;
         }
-        if (!goes_on)
-          break;
+        if (!goes_on) break;
       }
     }
   }
@@ -438,8 +429,7 @@ TEST(test_every_allocation_can_fail) {
     fsdp_alloc_fail_at(i);
     fsdp_status status = fsdp_unit_summon(m.units[0].unit, &how, NULL);
     const bool is_summoned = status == FSDP_OK;
-    if (is_summoned)
-      status = fsdp_unit_dismiss(m.units[0].unit, true, NULL);
+    if (is_summoned) status = fsdp_unit_dismiss(m.units[0].unit, true, NULL);
     fsdp_alloc_fail_at(-1);
     if (is_summoned && status != FSDP_OK) {
       PLAY("dismiss u");

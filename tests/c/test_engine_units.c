@@ -300,8 +300,9 @@ TEST(test_summon_at_the_wrong_moment) {
       1, "the parameters of unit 'a' cannot be summoned inside backward");
   /* the root is kept for its backward: a summon reshards it */
   PLAY("reset; forward; summon root; state root SHARDED");
-  check_summon_refused(0, "the parameters of unit 'root' cannot be summoned "
-                          "twice: summon_full_params is open for it");
+  check_summon_refused(0,
+                       "the parameters of unit 'root' cannot be summoned "
+                       "twice: summon_full_params is open for it");
   CHECK_FAILS(fsdp_unit_pre_backward(m.units[0].unit, &error),
               FSDP_INVALID_STATE, error.message,
               "backward reached unit 'root' inside summon_full_params");

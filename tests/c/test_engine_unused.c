@@ -167,8 +167,7 @@ TEST(test_frozen) {
   model_plan_mixed(&m, "u");
   model_start(&m);
   PLAY("step; check_grads");
-  for (int64_t i = 0; i < 5; i++)
-    CHECK(!is_unused(i));
+  for (int64_t i = 0; i < 5; i++) CHECK(!is_unused(i));
   CHECK_OK(fsdp_unit_set_trainable(m.units[0].unit, 1, true, NULL));
   PLAY("zero_grad; forward; pre_backward u; expect u 2; grad u 4; grad u 2");
   PLAY("finish; check_grads");

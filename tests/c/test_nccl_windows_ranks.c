@@ -96,6 +96,7 @@ static void run_rank(shared *all, int64_t rank, trouble what) {
   options.poll_ms = 5;
   options.events = &events;
   options.is_symmetric = true;
+  options.splits_channels = true;
   result->status = fsdp_nccl_create(&library, &options, &store, rank, NUM_RANKS,
                                     &transport, &error);
   for (int i = 0; i < (what == ORDINARY_MEMORY && rank == 1 ? 0 : 3); i++) {

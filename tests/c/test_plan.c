@@ -109,8 +109,7 @@ static const fsdp_step_plan_report *run(fixture *self) {
   fsdp_error error = {0};
   const fsdp_status status = fsdp_step_plan_run(&self->options, &self->report,
                                                 self->unit_seconds, &error);
-  if (!CHECK_OK(status))
-    printf("  %s\n", error.message);
+  if (!CHECK_OK(status)) printf("  %s\n", error.message);
   return &self->report;
 }
 
@@ -171,8 +170,7 @@ TEST(test_busiest_moment) {
   const int64_t shard = 2 * NUMEL * 4 / WORLD_SIZE;
   int64_t sum = 0;
   for (int i = 0; i < FSDP_NUM_COUNTED; i++) {
-    if (i != FSDP_COUNTED_HOST)
-      sum += report->at_peak[i];
+    if (i != FSDP_COUNTED_HOST) sum += report->at_peak[i];
   }
   CHECK_I64(sum, report->peak_nbytes);
   CHECK_I64(report->at_peak[FSDP_COUNTED_HOST], 0);
@@ -191,8 +189,7 @@ TEST(test_activations) {
   init_tree(&self, WORLD_SIZE);
   const int64_t large = (int64_t)1 << 30;
   for (int64_t i = 0; i < self.options.num_events; i++) {
-    if (self.events[i].kind == FSDP_STEP_WORK)
-      self.events[i].nbytes = large;
+    if (self.events[i].kind == FSDP_STEP_WORK) self.events[i].nbytes = large;
   }
   const fsdp_step_plan_report *report = run(&self);
   CHECK_I64(report->at_peak[FSDP_COUNTED_ACTIVATIONS], 3 * large);
@@ -206,8 +203,7 @@ TEST(test_recomputation) {
   const int64_t large = (int64_t)1 << 30;
   for (int64_t i = 0; i < self.options.num_events; i++) {
     fsdp_step_event *event = &self.events[i];
-    if (event->kind == FSDP_STEP_WORK)
-      event->nbytes = 0;
+    if (event->kind == FSDP_STEP_WORK) event->nbytes = 0;
     if (event->kind == FSDP_STEP_ENTER || event->kind == FSDP_STEP_LEAVE) {
       event->nbytes = event->unit == 0 ? 0 : event->unit * large;
     }
@@ -296,8 +292,7 @@ TEST(test_hosts) {
 TEST(test_replicas) {
   fixture self;
   init_tree(&self, 2);
-  for (int i = 0; i < MAX_UNITS; i++)
-    self.units[i].num_replicas = 8;
+  for (int i = 0; i < MAX_UNITS; i++) self.units[i].num_replicas = 8;
   self.options.replica_link.latency_seconds = 0.125;
   const fsdp_step_plan_report *report = run(&self);
   const fsdp_collective_count *sums =
@@ -410,8 +405,7 @@ TEST(test_scratch) {
 TEST(test_offload) {
   fixture self;
   init_tree(&self, WORLD_SIZE);
-  for (int i = 0; i < MAX_UNITS; i++)
-    self.units[i].offloads = true;
+  for (int i = 0; i < MAX_UNITS; i++) self.units[i].offloads = true;
   const fsdp_step_plan_report *report = run(&self);
   const int64_t shard = 2 * NUMEL * 4 / WORLD_SIZE;
   CHECK_I64(report->stats.grad_shard_nbytes, 4 * shard);

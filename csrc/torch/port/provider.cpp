@@ -276,7 +276,6 @@ bool memory_release(void *context) {
   }
 }
 
-
 fsdp_status host_alloc(void *context, int64_t nbytes, void **block,
                        fsdp_error *error) {
   GUARDED(error) {
