@@ -85,7 +85,7 @@ memory is a dash where it needs more than 80 GiB. With CPU offload no optimizer 
   cudaPointerGetAttributes. **host waits**: synchronizing calls. All are those of a step
   beyond the bare model's, in brackets for each unit. A column of zeros is left out.
 - **added per unit**: time above the bare model's, divided by the units. A time is the
-  smallest median of {steps} steps, one for each of {rounds} processes; what runs
+  smallest median of {steps} steps, of each of {rounds} processes; what runs
   beside them on the machine makes it longer.{notices}
 
 {sections}
