@@ -145,7 +145,7 @@ void expect_grads(Unit &unit, bool was_whole) {
   unit.graph_task = graph_task;
   const NodesToRun nodes;
   int64_t num_grads = 0;
-  bool comes_all = true;
+  bool comes_all = !unit.ran_frozen;
   bool is_trained = false;
   for (Param &param : unit.params) {
     is_trained |= param.leaf().requires_grad();

@@ -263,6 +263,9 @@ struct Unit : std::enable_shared_from_this<Unit> {
   uint64_t marked_version = 0;         // unit_views.cpp
   bool shard_was_written = false;      // likewise: no gather waits for it yet
   uint64_t num_replaced = 0;  // parameters for which the user put others
+  // A forward whose backward is to come used a frozen parameter: of that use
+  // autograd says nothing, also if another forward trains it.
+  bool ran_frozen = false;
   fsdp_unit *core = nullptr;
   std::shared_ptr<Engine> engine;
   std::shared_ptr<UnitHandle> handle;

@@ -511,11 +511,15 @@ void show_requires_grad(Unit &unit) {
 // too, before the one that counts.
 void follow_requires_grad(Unit &unit) {
   show_requires_grad(unit);
-  const bool may_drop = c10::GradMode::is_enabled() && *unit.num_awaited == 0;
+  const bool has_backward = c10::GradMode::is_enabled();
+  const bool may_drop = has_backward && *unit.num_awaited == 0;
+  if (may_drop) unit.ran_frozen = false;
   for (Segment &segment : unit.segments) segment.wants_grad = false;
   for (Param &param : unit.params) {
     Segment &segment = segment_of(unit, param);
-    segment.wants_grad = segment.wants_grad || param.tensor.requires_grad();
+    const bool wants_grad = param.tensor.requires_grad();
+    segment.wants_grad = segment.wants_grad || wants_grad;
+    unit.ran_frozen = unit.ran_frozen || (has_backward && !wants_grad);
   }
   for (const Segment &segment : unit.segments) {
     const auto index = static_cast<int64_t>(index_of(unit, segment));
