@@ -2,6 +2,8 @@
 
 import copy
 import ctypes
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from fakecuda.build import HERE, cuda_include
 from fakecuda.device import forget_failure, needs_fake, set_memory, set_schedule
 from helpers.distributed import distributed
 
@@ -382,3 +385,24 @@ def test_messages_and_averages(rank: int) -> None:
     largest = torch.tensor([rank, 5 - rank])
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     assert largest.tolist() == [1, 5]
+
+
+@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
+def test_streams_under_sanitizers(sanitizer: str, tmp_path: Path) -> None:
+    """Chains over streams, memory in their order, and graphs; then with a wait less."""
+    program = str(tmp_path / "check_streams")
+    rooms = ("runtime", "driver")
+    sources = [path for room in rooms for path in (HERE / room).glob("*.c")]
+    flags = ["-std=c11", "-D_GNU_SOURCE", "-O1", "-g", f"-fsanitize={sanitizer}"]
+    flags += ["-isystem", str(cuda_include()), f"-I{HERE / 'runtime'}"]
+    files = [str(HERE / "check_streams.c"), *map(str, sources)]
+    libraries = ["-lpthread", "-ldl", "-lrt", "-o", program]
+    subprocess.run(["gcc", *flags, *files, *libraries], check=True)
+    for words, is_right in (([], True), (["forget"], False)):
+        result = subprocess.run(
+            ["env", "-u", "LD_PRELOAD", program, "200", *words],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (result.returncode == 0) == is_right, result.stdout + result.stderr

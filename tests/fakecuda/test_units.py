@@ -69,17 +69,6 @@ def test_captured_steps_under_expandable_segments() -> None:
     assert float(said) < TOLERANCE
 
 
-def test_a_process_ends_with_a_live_graph() -> None:
-    """NCCL finalizes no communicator whose collectives a graph has captured."""
-    said = run_fresh("fakecuda.programs", "live_graph", FAKE_NCCL_TELLS="1")
-    lines = said.splitlines()
-    assert float(lines[0]) < TOLERANCE
-    assert len(lines) == 4  # of the ranks and their parent, which has none
-    for line in lines[1:]:
-        left, _, _ = line.partition(" of ")
-        assert int(left) <= 1, line  # the default group's, which torch leaves
-
-
 def test_a_replay_has_a_time_limit() -> None:
     said = run_fresh("fakecuda.programs", "half_a_replay")
     assert "replay of a captured step" in said

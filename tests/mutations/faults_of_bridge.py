@@ -54,38 +54,38 @@ FAULTS = (
         "gradients come on the stream of an earlier step",
         "hook_accumulators",
         skip("if (is_new) drop_accumulators_of_other_streams(unit, stream);"),
-        "simdevice/test_captured_step.py",
+        "fakecuda/test_captured_step.py",
     ),
     bridge_fault(
         "gradients come on the stream of an older graph that is gone",
         "hook_accumulators",
         ("are_accumulators_of(unit, stream)", "MUTANT || OLD"),
-        "simdevice/test_captured_step.py",
+        "fakecuda/test_captured_step.py",
     ),
     # The bridge: streams.
     bridge_fault(
         "the step's stream does not wait for the caller's",
         "take_over",
         skip("wait_for(*stream, current);"),
-        "simdevice/test_step_streams.py",
+        "fakecuda/test_step_streams.py",
     ),
     bridge_fault(
         "the caller's stream does not wait for the step's",
         "EngineCall::~EngineCall",
         skip("wait_for(guard_->original_stream(), guard_->current_stream());"),
-        "simdevice/test_step_streams.py",
+        "fakecuda/test_step_streams.py",
     ),
     bridge_fault(
         "a step does not wait for the stream of the one before",
         "take_over",
         never("stream"),
-        "simdevice/test_step_streams.py",
+        "fakecuda/test_step_streams.py",
     ),
     bridge_fault(
         "a gradient of another stream is not recorded",
         "EngineCall::take",
         never("guard_"),
-        "simdevice/test_step_streams.py",
+        "fakecuda/test_step_streams.py",
     ),
     bridge_fault(
         "memory of another stream is used again at once",
@@ -94,13 +94,13 @@ FAULTS = (
             "guard.recordDataPtrOnStream(tensor.storage().data_ptr(), "
             "guard.getStream(tensor.device()));"
         ),
-        "simdevice/test_step_streams.py",
+        "fakecuda/test_step_streams.py",
     ),
     bridge_fault(
         "a capture waits for the stream of the step before",
         "forget_step_stream",
         skip("engine.step_stream.reset();"),
-        "simdevice/test_captured_step.py",
+        "fakecuda/test_captured_step.py",
     ),
     bridge_fault(
         "a gradient that a user set is not taken over",

@@ -224,13 +224,13 @@ FAULTS = (
         "symmetric memory is not offered as windows",
         "Provider::allocate",
         ("nbytes, is_symmetric)", "nbytes, is_symmetric && !MUTANT)"),
-        "simdevice/test_symmetric.py",
+        "fakecuda/test_symmetric.py",
     ),
     bridge_fault(
         "gloo on a device copies on the host",
         "group_from",
         ("is_of_gloo && device.is_cpu()", "is_of_gloo && (MUTANT || device.is_cpu())"),
-        "simdevice/test_gloo.py",
+        "fakecuda/test_gloo.py",
     ),
     Fault(
         "collectives of c10d go to the current stream",
@@ -239,13 +239,13 @@ FAULTS = (
         "known_stream(call->stream)",
         "MUTANT ? c10::impl::VirtualGuardImpl(self.group.device.type())"
         ".getStream(self.group.device) : known_stream(call->stream)",
-        ("simdevice/test_gloo.py",),
+        ("fakecuda/test_gloo.py",),
     ),
     bridge_fault(
         "the end of the process does not leave NCCL's groups",
         "leave_nccl",
         skip("fsdp_nccl_leave_all("),
-        "simdevice/test_ending.py",
+        "fakecuda/test_ending.py",
     ),
     # Shared memory.
     shm_fault(

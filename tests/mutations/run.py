@@ -3,12 +3,15 @@
     python tests/mutations/run.py                  all faults; a table
     python tests/mutations/run.py prefetch nccl    with such a word in name or folder
     python tests/mutations/run.py --apply          only check that all faults apply
+    python tests/mutations/run.py --fake nccl      what pytest on the fake CUDA notices
 
 All faults are built into one copy of the tree, in build/mutations, each behind a test
 of the environment variable FSDP_C_MUTANT. So there is one build, and each fault costs
 the tests that it takes to notice it: for the core first the C tests, then pytest with
-its default, pairs of parameters; so for csrc/shm; for csrc/nccl only the C tests. Needs
-what `make build` and `make c-test` need. Ends with 1 if nothing notices a fault.
+its default, pairs of parameters; so for csrc/shm; for csrc/nccl only the C tests. A
+fault with tests of tests/fakecuda, and each with --fake, is run on the fake CUDA, which
+needs a CUDA build of torch. Needs what `make build` and `make c-test` need. Ends with 1
+if nothing notices a fault.
 """
 
 import argparse
@@ -40,6 +43,22 @@ GENERAL = (
     "test_mixed_precision.py",
     "test_summon.py",
     "test_random_models.py",
+)
+# On the fake CUDA, one set of parameters of each test.
+GENERAL_ON_FAKE = (
+    "fakecuda/test_waits.py",
+    "fakecuda/test_step_streams.py",
+    "fakecuda/test_captured_step.py",
+    "fakecuda/test_bridge.py",
+    "fakecuda/test_memory.py",
+    "fakecuda/test_ending.py",
+    "fakecuda/test_gloo.py",
+    "fakecuda/test_symmetric.py",
+    "fakecuda/test_offload.py",
+    "test_strategies.py",
+    "test_gradient_accumulation.py",
+    "test_mixed_precision.py",
+    "test_summon.py",
 )
 TEST_TIMEOUT_S = 1200
 C_TEST_TIMEOUT_S = 120
@@ -142,15 +161,15 @@ def c_tests_of(*folders: str) -> list[str]:
     return sorted(path.stem for path in files if path.stem.startswith(wanted))
 
 
-def build(folders: set[str]) -> None:
+def build(folders: set[str], *, with_c_tests: bool) -> None:
     """Build what faults in these folders need."""
-    if folders - {NCCL}:
+    if folders - {NCCL} or not with_c_tests:
         steps = ("build_clib", "build_ext", "--inplace")
         made = run([sys.executable, "setup.py", "-q", *steps], Path(), CFLAGS="-w")
         if made.returncode != 0:
             sys.exit(made.stdout[-3000:] + made.stderr[-3000:])
     names = c_tests_of(*folders)
-    if not names:
+    if not names or not with_c_tests:
         return
     jobs = f"-j{os.cpu_count()}"
     make = ["make", jobs, "asan", "CC=gcc -w", f"TESTS={' '.join(names)}"]
@@ -178,13 +197,20 @@ def noticed_in_c(fault: str, tests: list[str]) -> str | None:
     return None
 
 
-def noticed_in_python(fault: str, tests: tuple[str, ...]) -> str | None:
+def noticed_in_python(
+    fault: str, tests: tuple[str, ...], *, on_fake: bool
+) -> str | None:
     """Return the first test of pytest that fails."""
-    names = dict.fromkeys((*tests, *GENERAL))
+    names = dict.fromkeys((*tests, *(GENERAL_ON_FAKE if on_fake else GENERAL)))
     files = [f"tests/{n}" if "/" in n else f"tests/distributed/{n}" for n in names]
     command = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider"]
+    env = {"FSDP_C_MUTANT": fault}
+    if on_fake:
+        command = [sys.executable, "-m", "fakecuda", *command, "--one-each"]
+        env["FSDP_C_TEST_DEVICE"] = "cuda"
+        env["PYTHONPATH"] = os.pathsep.join((str(TREE), str(TREE / "tests")))
     try:
-        result = run([*command, *files], Path(), FSDP_C_MUTANT=fault)
+        result = run([*command, *files], Path(), **env)
     except subprocess.TimeoutExpired:
         return f"{files[0]} does not end"
     if result.returncode == 0:
@@ -198,6 +224,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("words", nargs="*", help="parts of names or folders")
     parser.add_argument("--apply", action="store_true", help="build and run nothing")
+    parser.add_argument("--fake", action="store_true", help="only on the fake CUDA")
     arguments = parser.parse_args()
     changed = plant_all()
     if arguments.apply:
@@ -209,12 +236,17 @@ def main() -> int:
         if not arguments.words
         or any(word in f"{fault.folder} {fault.name}" for word in arguments.words)
     ]
-    build({fault.folder for fault in chosen})
+    build({fault.folder for fault in chosen}, with_c_tests=not arguments.fake)
     unnoticed = 0
     for fault in chosen:
-        noticed = noticed_in_c(fault.name, c_tests_of(fault.folder))
-        if fault.folder != NCCL:
-            noticed = noticed or noticed_in_python(fault.name, fault.tests)
+        noticed = None
+        on_fake = any(name.startswith("fakecuda/") for name in fault.tests)
+        if not arguments.fake:
+            noticed = noticed_in_c(fault.name, c_tests_of(fault.folder))
+        if arguments.fake or fault.folder != NCCL:
+            noticed = noticed or noticed_in_python(
+                fault.name, fault.tests, on_fake=on_fake or arguments.fake
+            )
         unnoticed += noticed is None
         print(f"| {fault.name} | {noticed or '**nothing**'} |", flush=True)
     print(f"{unnoticed} faults that nothing noticed")

@@ -8,10 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fakecuda.device import needs_fake, set_schedule
 from helpers.distributed import distributed
 from helpers.impl import FSDP, CPUOffload, ShardingStrategy, fsdp
 from helpers.transports import c10d_only
-from simdevice.device import native
+
+pytestmark = needs_fake
 
 NUM_SEEDS = 6
 DIM = 24
@@ -19,9 +21,9 @@ DIM = 24
 
 def gloo_group() -> dist.ProcessGroup:
     """Make a group of all ranks that gloo carries, and nothing but gloo."""
-    group = dist.new_group(backend="cpu:gloo,sim:simgloo")
+    group = dist.new_group(backend="cpu:gloo,cuda:gloo")
     assert isinstance(group, dist.ProcessGroup)
-    backend = group._get_backend(torch.device("sim"))
+    backend = group._get_backend(torch.device("cuda"))
     assert backend.name() == "gloo"
     return group
 
@@ -57,14 +59,14 @@ def train_and_compare(
 @pytest.mark.each_value
 @pytest.mark.parametrize("offloads", [False, True])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-@distributed(world_size=(2, 3), device="sim")
+@distributed(world_size=(2, 3), device="cuda")
 def test_trains_as_the_unsharded_model(
     rank: int, world_size: int, strategy: str, offloads: bool
 ) -> None:
     from fsdp_c import _native
 
-    device = torch.device("sim")
-    # Without the switch the fake libnccl would carry any group.
+    device = torch.device("cuda")
+    # Without the switch NCCL would carry any group.
     with c10d_only():
         group = gloo_group()
         options = {
@@ -74,8 +76,8 @@ def test_trains_as_the_unsharded_model(
             "use_orig_params": True,
         }
         for seed in range(NUM_SEEDS):
-            native().set_schedule(seed, 1.0)
+            set_schedule(seed, 1.0)
             train_and_compare(seed, rank, world_size, options)
         assert _native.transport(group, device)[0] == "c10d"
-        native().synchronize()
+        torch.cuda.synchronize()
         dist.destroy_process_group(group)

@@ -9,20 +9,21 @@ from torch import nn
 from torch.nn import functional
 
 import fsdp_c
-from fsdp_c import _native
-from helpers.accelerator import ACCELERATOR, native, needs_exact_memory
+from fakecuda.device import needs_fake, set_memory, set_schedule
 from helpers.distributed import distributed
 from helpers.groups import kept_mesh
 from helpers.impl import fsdp
+
+pytestmark = needs_fake
 
 DIM = 8
 NUM_STEPS = 5
 
 
-def network() -> nn.Module:
+def network(dim: int = DIM) -> nn.Module:
     return nn.Sequential(
-        *(nn.Sequential(nn.Linear(DIM, DIM), nn.LayerNorm(DIM)) for _ in range(3)),
-        nn.Linear(DIM, DIM),
+        *(nn.Sequential(nn.Linear(dim, dim), nn.LayerNorm(dim)) for _ in range(3)),
+        nn.Linear(dim, dim),
     )
 
 
@@ -41,8 +42,10 @@ def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), **options)
 
 
-def batches(count: int = NUM_STEPS) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return [(torch.randn(4, DIM), torch.randn(4, DIM)) for _ in range(count)]
+def batches(
+    count: int = NUM_STEPS, dim: int = DIM
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(torch.randn(4, dim), torch.randn(4, dim)) for _ in range(count)]
 
 
 def step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
@@ -64,11 +67,11 @@ def local_values(model: nn.Module) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("api", ["fully_shard", "orig_params", "flat_params"])
-@distributed(world_size=2, device=ACCELERATOR)
+@distributed(world_size=2, device="cuda")
 def test_captured_steps_equal_plain_ones(api: str) -> None:
     original = network()
     for seed in range(4):
-        native().set_schedule(seed, 1.0)
+        set_schedule(seed, 1.0)
         plain, captured = (shard(api, copy.deepcopy(original)) for _ in range(2))
         plain_step = step_of(plain, adamw(plain))
         optimizer = adamw(captured)
@@ -107,7 +110,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@distributed(world_size=4, device=ACCELERATOR)
+@distributed(world_size=4, device="cuda")
 def test_strategies(variant: str) -> None:
     options = dict(VARIANTS[variant])
     if variant == "HYBRID_SHARD":
@@ -130,7 +133,7 @@ def test_strategies(variant: str) -> None:
 
 
 @pytest.mark.parametrize("api", ["fully_shard", "orig_params"])
-@distributed(world_size=2, device=ACCELERATOR)
+@distributed(world_size=2, device="cuda")
 def test_a_step_of_several_batches_that_clips(api: str) -> None:
     original = network()
     losses = []
@@ -175,7 +178,7 @@ def test_a_step_of_several_batches_that_clips(api: str) -> None:
 
 
 @pytest.mark.parametrize("api", ["fully_shard", "orig_params", "flat_params"])
-@distributed(world_size=2, device=ACCELERATOR)
+@distributed(world_size=2, device="cuda")
 def test_the_model_between_replays(api: str) -> None:
     """State dict, evaluation, gradients and steps of its own: as if it had stepped."""
     plain, mine = (shard(api, copy.deepcopy(model)) for model in [network()] * 2)
@@ -213,7 +216,7 @@ def test_the_model_between_replays(api: str) -> None:
     check()
 
 
-@distributed(world_size=2, device=ACCELERATOR)
+@distributed(world_size=2, device="cuda")
 def test_after_steps_on_the_default_stream() -> None:
     """What autograd remembers of the stream of earlier steps spoils no capture."""
     plain, mine = (shard("orig_params", copy.deepcopy(m)) for m in [network()] * 2)
@@ -226,7 +229,7 @@ def test_after_steps_on_the_default_stream() -> None:
     assert step.is_captured
 
 
-@distributed(world_size=2, device=ACCELERATOR)
+@distributed(world_size=2, device="cuda")
 def test_after_a_graph_of_the_default_stream() -> None:
     """A graph that kept the nodes of its stream in the first steps of a warm-up."""
     plain, mine = (shard("orig_params", copy.deepcopy(m)) for m in [network()] * 2)
@@ -241,25 +244,27 @@ def test_after_a_graph_of_the_default_stream() -> None:
     assert step.is_captured
 
 
-@needs_exact_memory
-@distributed(world_size=2, device=ACCELERATOR)
+@distributed(world_size=2, device="cuda")
 def test_memory_of_a_capture() -> None:
-    model = shard("orig_params", network())
+    # A whole unit needs more than the 20 MiB of torch's segments for smaller tensors.
+    dim = 2400
+    model = shard("orig_params", network(dim))
     step = captured(model)
-    data = batches(3)
+    data = batches(3, dim)
     for x, y in data:
         step(x, y)
-    native().synchronize()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
     before = fsdp_c.memory_stats(model)
-    held = native().memory_stats()["held_nbytes"]
+    held = torch.cuda.memory_reserved()
     for x, y in data:
         step(x, y)
     after = fsdp_c.memory_stats(model)
-    assert native().memory_stats()["held_nbytes"] == held
+    assert torch.cuda.memory_reserved() == held
     assert after["num_allocs"] == before["num_allocs"]
     assert after["num_frees"] == before["num_frees"]
     # A summon needs memory, but none of the graph's goes.
-    native().set_memory_limit(held)
+    set_memory(held)
     try:
         with (
             pytest.raises(torch.OutOfMemoryError),
@@ -267,27 +272,27 @@ def test_memory_of_a_capture() -> None:
         ):
             raise AssertionError("the limit is too high")
     finally:
-        native().set_memory_limit(0)
+        set_memory(0)
     fsdp_c.reset(model)
     assert fsdp_c.memory_stats(model)["num_frees"] == before["num_frees"]
-    step(*batches(1)[0])
+    step(*batches(1, dim)[0])
     # It goes with the step.
     step.reset()
-    native().empty_cache()
-    assert native().memory_stats()["held_nbytes"] < held
-    step(*batches(1)[0])
-    step(*batches(1)[0])
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() < held
+    step(*batches(1, dim)[0])
+    step(*batches(1, dim)[0])
     del step
-    native().set_memory_limit(held)
+    set_memory(held)
     try:
-        native().empty_cache()
+        torch.cuda.empty_cache()
         with fsdp_c.FSDP.summon_full_params(model):
             pass
     finally:
-        native().set_memory_limit(0)
+        set_memory(0)
 
 
-@distributed(world_size=2, device=ACCELERATOR)
+@distributed(world_size=2, device="cuda")
 def test_a_step_that_waits_for_the_device() -> None:
     plain, mine = (shard("orig_params", copy.deepcopy(m)) for m in [network()] * 2)
     plain_step = step_of(plain, adamw(plain))
@@ -315,7 +320,7 @@ def test_a_step_that_waits_for_the_device() -> None:
     assert working.is_captured
 
 
-@distributed(world_size=2, device=ACCELERATOR)
+@distributed(world_size=2, device="cuda")
 def test_one_rank_that_cannot_capture(rank: int) -> None:
     model = shard("orig_params", network())
     optimizer = adamw(model)
@@ -336,7 +341,7 @@ def test_one_rank_that_cannot_capture(rank: int) -> None:
         own_step(x, y)
 
 
-@distributed(world_size=2, device=ACCELERATOR)
+@distributed(world_size=2, device="cuda")
 def test_what_changed_since_the_capture() -> None:
     model = shard("orig_params", network())
     optimizer = adamw(model)
@@ -368,7 +373,7 @@ def test_what_changed_since_the_capture() -> None:
     assert step.is_captured
 
 
-@distributed(world_size=2, device=ACCELERATOR)
+@distributed(world_size=2, device="cuda")
 def test_a_scheduler_changes_a_learning_rate_on_the_device() -> None:
     plain, mine = (shard("orig_params", copy.deepcopy(m)) for m in [network()] * 2)
     losses = []
@@ -396,14 +401,14 @@ def refused(
     model(torch.randn(2, DIM)).sum().backward()  # it is usable
 
 
-@distributed(world_size=2, device=ACCELERATOR)
+@distributed(world_size=2, device="cuda")
 def test_refusals() -> None:
     offloaded = fsdp(network(), cpu_offload=fsdp_c.CPUOffload(offload_params=True))
     refused(offloaded, "its shards are in host memory; wrap it without CPU offload")
     model = shard("orig_params", network())
     refused(model, "capturable=True", adamw(model, capturable=False))
     lr = torch.tensor(0.1, device="cpu")
-    refused(model, f"put it on {ACCELERATOR}", adamw(model, lr=lr, foreach=False))
+    refused(model, "put it on cuda", adamw(model, lr=lr, foreach=False))
     fsdp_c.offload_activations(model)
     refused(model, "enabled=False")
     fsdp_c.offload_activations(model, enabled=False)
@@ -446,18 +451,3 @@ def test_refusals() -> None:
         fsdp_c.capture_step(print, model, adamw(model), warmup=0)
     with pytest.raises(TypeError, match=r"must be a torch.optim.Optimizer, got list"):
         fsdp_c.capture_step(print, model, [])
-
-
-@distributed(world_size=2, device="cpu")
-def test_the_cpu_is_refused() -> None:
-    model = shard("orig_params", network())
-    refused(model, "on the CPU cannot be captured.*train on a CUDA device")
-
-
-@distributed(world_size=2)
-def test_stages_that_do_not_exist() -> None:
-    model = fsdp(nn.Linear(DIM, DIM))
-    model(torch.randn(2, DIM)).sum().backward()
-    for stage in (_native.BEGIN_CAPTURE - 1, _native.END_REPLAY + 1):
-        with pytest.raises(ValueError, match=f"END_REPLAY, got {stage}"):
-            model._engine.run_capture_stage(stage)

@@ -1,13 +1,10 @@
-"""Two ranks on the simulated device that end in an unusual way.
+"""Rank 0, which hosts the store, is stopped before the ranks meet.
 
-    python -m helpers.nccl_ranks <folder> <scenario>
+    python -m fakecuda.stopped_store <folder>
 
-Scenarios: ``leaks`` both train and end as scripts do, with models that nothing frees;
-``store`` rank 0, which hosts the store, is stopped before the ranks meet. Prints what
-rank 1 says.
+Prints what rank 1 says.
 """
 
-import ctypes
 import os
 import signal
 import sys
@@ -34,51 +31,45 @@ def _store(rank: int, folder: Path) -> Any:
     return dist.TCPStore("127.0.0.1", port, is_master=False)
 
 
-def _rank(rank: int, folder: Path, scenario: str) -> None:
+def _rank(rank: int, folder: Path) -> None:
     import torch
     import torch.distributed as dist
     from torch import nn
 
     from helpers.impl import fsdp
-    from simdevice.device import load
+    from helpers.one_gpu import one_gpu_environment
 
-    load()
-    torch.set_default_device("sim")
+    os.environ.update(one_gpu_environment(rank))
+    torch.set_default_device("cuda")
     dist.init_process_group(
-        "cpu:gloo,sim:simccl",
+        "cpu:gloo,cuda:nccl",
         store=_store(rank, folder),
         rank=rank,
         world_size=2,
-        timeout=timedelta(seconds=TIMEOUT_S if scenario == "store" else LIMIT_S),
+        timeout=timedelta(seconds=TIMEOUT_S),
     )
     model = fsdp(nn.Linear(8, 8))
-    dist.barrier()
-    if scenario == "store" and rank == 0:
+    if rank == 0:
         time.sleep(1)  # the other one waits for the verdict by then
         os.kill(os.getpid(), signal.SIGSTOP)
     begin = time.monotonic()
     try:
-        # In torch 2.13 a device's thread drops a Python object after backward, and
-        # aborts the process if Python is ending by then. Hence no such thread.
-        with torch.autograd.set_multithreading_enabled(False):
-            model(torch.randn(2, 8)).sum().backward()
+        model(torch.randn(2, 8)).sum().backward()
     except RuntimeError as error:
         print(f"{time.monotonic() - begin:.1f} s: {error}", flush=True)
-        os._exit(0)
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(model))
-    sys.exit(0)
+    os._exit(0)
 
 
 def main() -> None:
     """Fork the ranks; wait for rank 1."""
-    folder, scenario = Path(sys.argv[1]), sys.argv[2]
+    folder = Path(sys.argv[1])
     pids = []
     for rank in range(2):
         pid = os.fork()
         if pid == 0:
             if rank == 0:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            _rank(rank, folder, scenario)
+            _rank(rank, folder)
         pids.append(pid)
     deadline = time.monotonic() + LIMIT_S
     while os.waitpid(pids[1], os.WNOHANG)[0] == 0 and time.monotonic() < deadline:

@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from helpers.accelerator import ACCELERATOR
+from fakecuda.device import needs_fake
 from helpers.distributed import distributed
 from helpers.impl import fsdp
+
+pytestmark = needs_fake
 
 SWITCH = "FSDP_C_NCCL_SYMMETRIC"
 NUM_UNITS = 4
@@ -51,7 +53,7 @@ def train(model: nn.Module, num_steps: int, rank: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(rank)
     losses = []
     for _ in range(num_steps):
-        x = torch.randn(4, 16, generator=generator, device="cpu").to(ACCELERATOR)
+        x = torch.randn(4, 16, generator=generator, device="cpu").to("cuda")
         loss = model(x).square().mean()
         loss.backward()
         optimizer.step()
@@ -63,7 +65,7 @@ def train(model: nn.Module, num_steps: int, rank: int) -> list[torch.Tensor]:
 def windows_of(group: dist.ProcessGroup) -> str:
     from fsdp_c import _native
 
-    name, text = _native.transport(group, torch.device(ACCELERATOR))
+    name, text = _native.transport(group, torch.device("cuda"))
     assert name == "nccl"
     return text
 
@@ -85,7 +87,7 @@ def run(
     return results
 
 
-@distributed(world_size=(2, 3), device=ACCELERATOR)
+@distributed(world_size=(2, 3), device="cuda")
 def test_training_in_windows(rank: int, world_size: int) -> None:
     """The same bits as without; every rank's collectives at the same places."""
     from fsdp_c import memory_stats
@@ -128,7 +130,7 @@ def test_training_in_windows(rank: int, world_size: int) -> None:
         assert torch.equal(got.cpu(), expected.cpu())
 
 
-@distributed(world_size=2, device=ACCELERATOR)
+@distributed(world_size=2, device="cuda")
 def test_rank_without_symmetric_memory(rank: int) -> None:
     """Its blocks come from torch's allocator, and no rank has windows."""
     fake = Fake()
@@ -148,7 +150,7 @@ def test_rank_without_symmetric_memory(rank: int) -> None:
         fake.run_out_of_memory(False)
 
 
-@distributed(world_size=2, device=ACCELERATOR)
+@distributed(world_size=2, device="cuda")
 def test_equal_models_over_one_group(rank: int) -> None:
     """They have memory of their own, beside each other and in turn."""
     fake = Fake()
@@ -169,7 +171,7 @@ def test_equal_models_over_one_group(rank: int) -> None:
     assert fake.num_windows == 0
 
 
-@distributed(world_size=2, device=ACCELERATOR)
+@distributed(world_size=2, device="cuda")
 def test_captured_steps_are_refused(rank: int) -> None:
     """A replay would go on using windows that were closed."""
     from fsdp_c import capture_step

@@ -1,4 +1,4 @@
-"""offload_activations() on the simulated accelerator: the same bits, less memory.
+"""offload_activations() on the fake CUDA: the same bits, less memory.
 
 Copies and computation are late at random there, and memory that nobody holds is
 poisoned. Every run is compared with one that offloads nothing.
@@ -22,11 +22,13 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_c
+from fakecuda.device import needs_fake, set_schedule
 from fsdp_c.plan import ModelSource, Settings, plan_model
 from fsdp_c.plan._trace import Inputs
-from helpers.accelerator import ACCELERATOR, native
 from helpers.distributed import distributed
 from helpers.impl import CPUOffload, MixedPrecision, fsdp
+
+pytestmark = needs_fake
 
 BATCH, WIDTH, DEPTH = 16, 32, 5
 ROW = BATCH * WIDTH * 4  # bytes of a block's input
@@ -95,7 +97,7 @@ def _chain(door: str, kind: type[Block] = Block, **options: Any) -> Any:
 
 def _batch(seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(BATCH, WIDTH, generator=generator, device="cpu").to(ACCELERATOR)
+    return torch.randn(BATCH, WIDTH, generator=generator, device="cpu").to("cuda")
 
 
 def _step(model: Any, seed: int = 0) -> None:
@@ -116,7 +118,7 @@ def _compare(
     make: Callable[[], Any], run: Run = _step, seeds: int = 3, **settings: Any
 ) -> dict[str, int]:
     """Train with and without; return the stats of the last model."""
-    native().set_schedule(0, 1.0)
+    set_schedule(0, 1.0)
     plain = make()
     expected = []
     for _ in range(2):
@@ -124,7 +126,7 @@ def _compare(
         expected.append(_grads(plain))
     assert fsdp_c.memory_stats(plain)["num_downloads"] == 0
     for seed in range(seeds):
-        native().set_schedule(seed, 1.0)
+        set_schedule(seed, 1.0)
         model = make()
         fsdp_c.offload_activations(model, **{"min_bytes": MIN_BYTES, **settings})
         for grads in expected:
@@ -145,7 +147,7 @@ def _counts(stats: dict[str, int]) -> tuple[int, int]:
 @pytest.mark.each_value
 @pytest.mark.parametrize("door", ["fsdp", "fully_shard"])
 @pytest.mark.parametrize("keep_last", [1, 2])
-@distributed(world_size=2, device=ACCELERATOR)
+@distributed(world_size=2, device="cuda")
 def test_gradients_are_the_same(door: str, keep_last: int) -> None:
     """All blocks but the last are copied, once; the batch, which is alive, is not."""
     stats = _compare(lambda: _chain(door), keep_last=keep_last)
@@ -156,26 +158,26 @@ def test_gradients_are_the_same(door: str, keep_last: int) -> None:
 
 
 @pytest.mark.parametrize("door", ["fsdp", "fully_shard"])
-@distributed(world_size=2, device=ACCELERATOR)
+@distributed(world_size=2, device="cuda")
 def test_memory_of_the_device(door: str) -> None:
     """The last block's activations stay; in a step two blocks' are there at once."""
     factor = 16  # so that activations are more than gradients
     held, peaks = [], []
     for enabled in (False, True):
-        native().set_schedule(0, 0.0)
+        set_schedule(0, 0.0)
         model = _chain(door)
         fsdp_c.offload_activations(model, enabled, min_bytes=factor * MIN_BYTES)
         for seed in range(3):
             gc.collect()
-            native().synchronize()
-            native().empty_cache()  # blocks are as large as what is asked for
-            native().reset_peak()
-            before = native().memory_stats()["live_nbytes"]
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # blocks are as large as what is asked for
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
             loss = model(_batch(seed).repeat(factor, 1)).square().mean()
-            after = native().memory_stats()["live_nbytes"]
+            after = torch.cuda.memory_allocated()
             loss.backward()
             del loss
-            peak = native().memory_stats()["peak_nbytes"]
+            peak = torch.cuda.max_memory_allocated()
             for param in model.parameters():
                 param.grad = None
         held.append(after - before)
@@ -186,7 +188,7 @@ def test_memory_of_the_device(door: str) -> None:
 
 
 @pytest.mark.parametrize("keep_last", [1, 2])
-@distributed(world_size=2, device=ACCELERATOR)
+@distributed(world_size=2, device="cuda")
 def test_what_a_plan_says(keep_last: int) -> None:
     """The bytes that leave, and the host memory for them."""
 
@@ -208,7 +210,7 @@ def test_what_a_plan_says(keep_last: int) -> None:
     assert plan.ranks[0].pinned_nbytes == stats["pinned_nbytes"]
 
 
-@distributed(world_size=2, device=ACCELERATOR)
+@distributed(world_size=2, device="cuda")
 def test_host_memory_is_used_again() -> None:
     model = _chain("fsdp")
     fsdp_c.offload_activations(model, min_bytes=MIN_BYTES)
@@ -222,7 +224,7 @@ def test_host_memory_is_used_again() -> None:
 @pytest.mark.each_value
 @pytest.mark.parametrize("door", ["fsdp", "fully_shard"])
 @pytest.mark.parametrize("kind", [Checkpointed, CheckpointedReentrant])
-@distributed(world_size=2, device=ACCELERATOR)
+@distributed(world_size=2, device="cuda")
 def test_checkpointing_inside(door: str, kind: type[Block]) -> None:
     """Only the inputs of the blocks are copied."""
     stats = _compare(lambda: _chain(door, kind))
@@ -248,7 +250,7 @@ class Around(nn.Module):
 @pytest.mark.each_value
 @pytest.mark.parametrize("door", ["fsdp", "fully_shard"])
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@distributed(world_size=2, device=ACCELERATOR)
+@distributed(world_size=2, device="cuda")
 def test_checkpointing_around_units(door: str, use_reentrant: bool) -> None:
     def make() -> Any:
         torch.manual_seed(0)
@@ -261,7 +263,7 @@ def test_checkpointing_around_units(door: str, use_reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("impl", list(CheckpointImpl))
-@distributed(world_size=2, device=ACCELERATOR)
+@distributed(world_size=2, device="cuda")
 def test_checkpoint_wrapper(impl: CheckpointImpl) -> None:
     def make() -> Any:
         model = _chain("fsdp")
@@ -276,7 +278,7 @@ def test_checkpoint_wrapper(impl: CheckpointImpl) -> None:
     assert _counts(stats) == (2 * (DEPTH - 2), 2 * (DEPTH - 2))
 
 
-@distributed(world_size=2, device=ACCELERATOR)
+@distributed(world_size=2, device="cuda")
 def test_mixed_precision() -> None:
     """The cast batch is alive while forward runs: it is not copied either."""
     precision = MixedPrecision(param_dtype=torch.bfloat16)
@@ -287,7 +289,7 @@ def test_mixed_precision() -> None:
     assert _counts(stats) == (num_copies, num_copies)
 
 
-@distributed(world_size=2, device=ACCELERATOR)
+@distributed(world_size=2, device="cuda")
 def test_beside_offloaded_parameters() -> None:
     """Both use the lanes of uploads and downloads."""
     offload = CPUOffload(offload_params=True)
@@ -341,14 +343,14 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-@distributed(world_size=2, device=ACCELERATOR)
+@distributed(world_size=2, device="cuda")
 def test_other_orders(name: str) -> None:
     stats = _compare(lambda: _chain("fsdp", use_orig_params=True), RUNS[name])
     assert stats["num_downloads"] > 0
     assert stats["num_uploads"] >= stats["num_downloads"]
 
 
-@distributed(world_size=2, device=ACCELERATOR)
+@distributed(world_size=2, device="cuda")
 def test_units_that_run_twice() -> None:
     def make() -> Any:
         torch.manual_seed(0)
@@ -359,7 +361,7 @@ def test_units_that_run_twice() -> None:
     assert _counts(stats) == (num_copies, num_copies)
 
 
-@distributed(world_size=2, device=ACCELERATOR)
+@distributed(world_size=2, device="cuda")
 def test_a_forward_that_fails_leaves_nothing() -> None:
     model = _chain("fsdp")
     fsdp_c.offload_activations(model, min_bytes=MIN_BYTES)
@@ -376,13 +378,13 @@ def test_a_forward_that_fails_leaves_nothing() -> None:
     hook.remove()
     gc.collect()
     _step(model)
-    native().synchronize()
+    torch.cuda.synchronize()
     stats = fsdp_c.memory_stats(model)
     assert stats["offloaded_nbytes"] == 0
     assert stats["pinned_nbytes"] == pinned
 
 
-@distributed(world_size=2, device=ACCELERATOR)
+@distributed(world_size=2, device="cuda")
 def test_saved_tensors_that_change_are_an_error() -> None:
     """As without the offload, of tensors that are copied and that stay."""
     for enabled, min_bytes in ((False, 1), (True, 1), (True, 1 << 30)):
@@ -403,7 +405,7 @@ def test_saved_tensors_that_change_are_an_error() -> None:
         _step(model)
 
 
-@distributed(world_size=2, device=ACCELERATOR)
+@distributed(world_size=2, device="cuda")
 def test_forwards_that_save_nothing_here() -> None:
     """Without gradients, switched off, or inside somebody else's hooks."""
     model = _chain("fsdp")
@@ -422,7 +424,7 @@ def test_forwards_that_save_nothing_here() -> None:
     assert _counts(fsdp_c.memory_stats(model)) != (0, 0)
 
 
-@distributed(world_size=2, device=ACCELERATOR)
+@distributed(world_size=2, device="cuda")
 def test_gradients_of_gradients() -> None:
     """A penalty on the gradient of the input."""
 

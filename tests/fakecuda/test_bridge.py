@@ -8,9 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from helpers.accelerator import ACCELERATOR
+from fakecuda.device import needs_fake
 from helpers.distributed import distributed
 from helpers.impl import fsdp
+
+pytestmark = needs_fake
 
 NUM_UNITS = 3
 
@@ -22,7 +24,7 @@ def num_launches() -> int:
     return library.fake_nccl_num_launches()
 
 
-@distributed(world_size=(2, 3), device=ACCELERATOR)
+@distributed(world_size=(2, 3), device="cuda")
 def test_collectives_go_through_nccl() -> None:
     from fsdp_c import _native
 
@@ -30,7 +32,7 @@ def test_collectives_go_through_nccl() -> None:
     sharded = fsdp(model)
     x = torch.randn(2, 8)
     sharded(x).sum().backward()
-    assert _native.transport(dist.group.WORLD, torch.device(ACCELERATOR)) == (
+    assert _native.transport(dist.group.WORLD, torch.device("cuda")) == (
         "nccl",
         "",
     )
@@ -44,7 +46,7 @@ def test_collectives_go_through_nccl() -> None:
         assert num_launches() - before == 1
 
 
-@distributed(world_size=2, device=ACCELERATOR)
+@distributed(world_size=2, device="cuda")
 def test_options_of_the_group_reach_nccl() -> None:
     """What c10d's ProcessGroupNCCL.Options holds; this backend's has no config."""
     config = SimpleNamespace(
@@ -56,7 +58,7 @@ def test_options_of_the_group_reach_nccl() -> None:
     )
     options = SimpleNamespace(config=config, is_high_priority_stream=True)
     group = dist.new_group()
-    backend = type(group._get_backend(torch.device(ACCELERATOR)))
+    backend = type(group._get_backend(torch.device("cuda")))
     backend.options = property(lambda self: options)
     try:
         model = fsdp(nn.Linear(8, 8), process_group=group)
@@ -72,7 +74,7 @@ def test_options_of_the_group_reach_nccl() -> None:
     )
 
 
-@distributed(world_size=2, device=ACCELERATOR)
+@distributed(world_size=2, device="cuda")
 def test_communicators_are_made_when_needed() -> None:
     """One, for gathers and reductions, with the first forward."""
     library = ctypes.CDLL(os.environ["FSDP_C_NCCL_LIBRARY"])

@@ -14,9 +14,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import fsdp_c
-from helpers.accelerator import ACCELERATOR, native
+from fakecuda.device import needs_fake, set_schedule
 from helpers.distributed import distributed
 from helpers.impl import FSDP, fsdp
+
+pytestmark = needs_fake
 
 NUM_SEEDS = 8
 NUM_STEPS = 3
@@ -126,13 +128,13 @@ def keep_busy() -> None:
 # Streams of autograd's nodes --------------------------------------------------
 
 
-@distributed(world_size=WORLD_SIZE, device=ACCELERATOR)
+@distributed(world_size=WORLD_SIZE, device="cuda")
 def test_gradients_on_the_stream_of_an_older_graph(rank: int) -> None:
     for seed in range(NUM_SEEDS):
-        native().set_schedule(seed, 1.0)
+        set_schedule(seed, 1.0)
         reference = linears()
         model = wrap(copy.deepcopy(reference), "original")
-        stream, current = torch.Stream(ACCELERATOR), torch.accelerator.current_stream()
+        stream, current = torch.cuda.Stream(), torch.accelerator.current_stream()
         graph = model(batch(rank)[0])
         for step in range(NUM_STEPS):
             mine, whole = batch(rank)
@@ -146,13 +148,13 @@ def test_gradients_on_the_stream_of_an_older_graph(rank: int) -> None:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("is_one", [False, True], ids=["backwards", "one_backward"])
-@distributed(world_size=WORLD_SIZE, device=ACCELERATOR)
+@distributed(world_size=WORLD_SIZE, device="cuda")
 def test_forwards_on_two_streams(rank: int, is_one: bool) -> None:
     for seed in range(NUM_SEEDS):
-        native().set_schedule(seed, 1.0)
+        set_schedule(seed, 1.0)
         reference = linears()
         model = wrap(copy.deepcopy(reference), "original")
-        streams = [torch.Stream(ACCELERATOR) for _ in range(2)]
+        streams = [torch.cuda.Stream() for _ in range(2)]
         current = torch.accelerator.current_stream()
         for step in range(NUM_STEPS):
             batches = [batch(rank) for _ in streams]
@@ -169,14 +171,14 @@ def test_forwards_on_two_streams(rank: int, is_one: bool) -> None:
             check_grads(model, reference, wholes, f"seed {seed}, step {step}")
 
 
-@distributed(world_size=WORLD_SIZE, device=ACCELERATOR)
+@distributed(world_size=WORLD_SIZE, device="cuda")
 def test_a_forward_beside_one_of_another_stream(rank: int) -> None:
     """The second forward gathers anew what the first, which is late, had kept."""
     for seed in range(NUM_SEEDS):
-        native().set_schedule(seed, 1.0)
+        set_schedule(seed, 1.0)
         reference = linears()
         model = wrap(copy.deepcopy(reference), "original", "SHARD_GRAD_OP")
-        streams = [torch.Stream(ACCELERATOR) for _ in range(2)]
+        streams = [torch.cuda.Stream() for _ in range(2)]
         current = torch.accelerator.current_stream()
         for step in range(NUM_STEPS):
             batches = [batch(rank) for _ in streams]
@@ -196,13 +198,13 @@ def test_a_forward_beside_one_of_another_stream(rank: int) -> None:
             check_grads(model, reference, wholes, f"seed {seed}, step {step}")
 
 
-@distributed(world_size=WORLD_SIZE, device=ACCELERATOR)
+@distributed(world_size=WORLD_SIZE, device="cuda")
 def test_outputs_of_a_unit_on_two_streams(rank: int) -> None:
     for seed in range(NUM_SEEDS):
-        native().set_schedule(seed, 1.0)
+        set_schedule(seed, 1.0)
         reference = chain(Joined)
         model = wrap(copy.deepcopy(reference), "original")
-        stream = torch.Stream(ACCELERATOR)
+        stream = torch.cuda.Stream()
         for module in model.modules():
             if isinstance(module, Branches):
                 module.stream = stream
@@ -212,14 +214,14 @@ def test_outputs_of_a_unit_on_two_streams(rank: int) -> None:
             check_grads(model, reference, [whole], f"seed {seed}, step {step}")
 
 
-@distributed(world_size=WORLD_SIZE, device=ACCELERATOR)
+@distributed(world_size=WORLD_SIZE, device="cuda")
 def test_steps_on_changing_streams(rank: int) -> None:
     """Backward is called on the default stream, where the gradients are read."""
     for seed in range(NUM_SEEDS):
-        native().set_schedule(seed, 1.0)
+        set_schedule(seed, 1.0)
         reference = linears()
         model = wrap(copy.deepcopy(reference), "original")
-        stream, current = torch.Stream(ACCELERATOR), torch.accelerator.current_stream()
+        stream, current = torch.cuda.Stream(), torch.accelerator.current_stream()
         for step in range(2 * NUM_STEPS):
             mine, whole = batch(rank)
             stream.wait_stream(current)
@@ -236,7 +238,7 @@ def test_steps_on_changing_streams(rank: int) -> None:
 @contextlib.contextmanager
 def another_stream() -> Iterator[None]:
     """Run the body on a stream on which the work is late; the current one waits."""
-    stream, current = torch.Stream(ACCELERATOR), torch.accelerator.current_stream()
+    stream, current = torch.cuda.Stream(), torch.accelerator.current_stream()
     stream.wait_stream(current)
     with stream:
         keep_busy()
@@ -246,10 +248,10 @@ def another_stream() -> Iterator[None]:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-@distributed(world_size=WORLD_SIZE, device=ACCELERATOR)
+@distributed(world_size=WORLD_SIZE, device="cuda")
 def test_wrapping_on_another_stream_than_the_parameters(wrapper: str) -> None:
     for seed in range(NUM_SEEDS):
-        native().set_schedule(seed, 1.0)
+        set_schedule(seed, 1.0)
         reference = linears()
         model: nn.Module = copy.deepcopy(reference)
         x = torch.randn(ROWS, DIM)
@@ -259,10 +261,10 @@ def test_wrapping_on_another_stream_than_the_parameters(wrapper: str) -> None:
         torch.testing.assert_close(found, reference(x), msg=f"seed {seed}")
 
 
-@distributed(world_size=WORLD_SIZE, device=ACCELERATOR)
+@distributed(world_size=WORLD_SIZE, device="cuda")
 def test_first_step_on_another_stream_than_fully_shard() -> None:
     for seed in range(NUM_SEEDS):
-        native().set_schedule(seed, 1.0)
+        set_schedule(seed, 1.0)
         reference = linears()
         model = wrap(copy.deepcopy(reference), "fully_shard")
         x = torch.randn(ROWS, DIM)
@@ -282,10 +284,10 @@ def replace_params(model: nn.Module, factor: float) -> None:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-@distributed(world_size=WORLD_SIZE, device=ACCELERATOR)
+@distributed(world_size=WORLD_SIZE, device="cuda")
 def test_step_on_another_stream_than_new_parameters(wrapper: str) -> None:
     for seed in range(NUM_SEEDS):
-        native().set_schedule(seed, 1.0)
+        set_schedule(seed, 1.0)
         reference = linears()
         model = wrap(copy.deepcopy(reference), wrapper)
         x = torch.randn(ROWS, DIM)
@@ -299,10 +301,10 @@ def test_step_on_another_stream_than_new_parameters(wrapper: str) -> None:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-@distributed(world_size=WORLD_SIZE, device=ACCELERATOR)
+@distributed(world_size=WORLD_SIZE, device="cuda")
 def test_backward_on_another_stream_than_new_gradients(wrapper: str) -> None:
     for seed in range(NUM_SEEDS):
-        native().set_schedule(seed, 1.0)
+        set_schedule(seed, 1.0)
         reference = linears()
         model = wrap(copy.deepcopy(reference), wrapper)
         x = torch.randn(ROWS, DIM)

@@ -1,7 +1,7 @@
 """Orders between lanes that the C tests see on the tape only, with real streams.
 
 Each body goes wrong, for some of its seeds, when the wait that it names is taken
-out (docs/internals/simdevice.md).
+out (docs/internals/fakecuda.md).
 """
 
 import copy
@@ -10,9 +10,11 @@ import itertools
 import torch
 from torch import nn
 
-from helpers.accelerator import ACCELERATOR, native
+from fakecuda.device import needs_fake, set_schedule
 from helpers.distributed import distributed
 from helpers.impl import FSDP, CPUOffload, fsdp
+
+pytestmark = needs_fake
 
 NUM_SEEDS = 8
 DIM = 24
@@ -26,12 +28,12 @@ def keep_busy() -> torch.Tensor:
     return x
 
 
-@distributed(world_size=2, device=ACCELERATOR)
+@distributed(world_size=2, device="cuda")
 def test_written_by_the_first_rank(rank: int) -> None:
     # summon.c, write_back_resident: the broadcast comes after what the user
     # wrote, and what the user reads after the broadcast.
     for seed in range(NUM_SEEDS):
-        native().set_schedule(seed, 1.0)
+        set_schedule(seed, 1.0)
         model = fsdp(
             nn.Linear(DIM, DIM, bias=False), strategy="NO_SHARD", use_orig_params=True
         )
@@ -51,13 +53,13 @@ def test_written_by_the_first_rank(rank: int) -> None:
                 assert set(each.flatten().tolist()) == {expected}
 
 
-@distributed(world_size=2, device=ACCELERATOR)
+@distributed(world_size=2, device="cuda")
 def test_staged_gradients_follow_the_block() -> None:
     # reduce_unit.c, accumulate_segments: the sharded gradient comes from the host
     # to memory that COMPUTE used a moment ago, for a unit that reduces nothing.
     sizes = (DIM, DIM, 2 * DIM, 4 * DIM)
     for seed in range(NUM_SEEDS):
-        native().set_schedule(seed, 1.0)
+        set_schedule(seed, 1.0)
         torch.manual_seed(1)
         layers = [nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
         reference = nn.Sequential(*layers).double()
@@ -84,12 +86,12 @@ def test_staged_gradients_follow_the_block() -> None:
                     )
 
 
-@distributed(world_size=2, device=ACCELERATOR)
+@distributed(world_size=2, device="cuda")
 def test_replaced_parameter() -> None:
     # unit_views.cpp, replace_param: the unit's gather comes after the copy of the
     # new values into the shard.
     for seed in range(NUM_SEEDS):
-        native().set_schedule(seed, 1.0)
+        set_schedule(seed, 1.0)
         inner = fsdp(nn.Linear(DIM, DIM, bias=False), use_orig_params=True)
         first = nn.Linear(DIM, DIM, bias=False)
         nn.init.eye_(first.weight)
@@ -105,13 +107,13 @@ def test_replaced_parameter() -> None:
             assert set(out.flatten().tolist()) == {value}, f"seed {seed}, step {step}"
 
 
-@distributed(world_size=2, device=ACCELERATOR)
+@distributed(world_size=2, device="cuda")
 def test_shards_in_host_memory_are_written_after_their_upload() -> None:
     # forward.c, end_iteration; _device.py, wait_for_uploads; unit_views.cpp,
     # write_back: what a forward computes is what the shards held when it ran.
     ways = ("evaluation", "load", "replaced")
     for seed, way in itertools.product(range(NUM_SEEDS), ways):
-        native().set_schedule(seed, 1.0)
+        set_schedule(seed, 1.0)
         offload = CPUOffload(offload_params=True)
         layers = [
             fsdp(nn.Linear(DIM, DIM, bias=False), cpu_offload=offload) for _ in range(2)
