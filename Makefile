@@ -16,15 +16,13 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 VENV_FLAGS ?=
 OUT ?= out
-# make sim-test SIM_FLAGS=--one-each: one set of parameters of each test function.
-SIM_FLAGS ?=
 # A CUDA build of torch for the fake CUDA, in an environment of its own.
 CUDA_VENV ?= .venv-cuda
 CUDA_TORCH ?= torch==2.14.1
 # make cuda-test CUDA_FLAGS=--one-each
 CUDA_FLAGS ?=
 CUDA_TESTS ?= $(addprefix tests/,fakecuda distributed checkpoint cuda programs integrations \
-  huggingface simdevice)
+  huggingface)
 # make pytest PYTEST_FLAGS='-n 2 --dist worksteal': two tests at a time.
 PYTEST_FLAGS ?=
 override VENV := $(abspath $(VENV))
@@ -36,14 +34,14 @@ TOOLS := $(VENV)/.fsdp_c-tools
 # The extension in place is of one environment: another's takes its place.
 BUILT := build/built$(subst /,-,$(VENV))
 SOURCES := $(shell find csrc -name '*.[ch]' -o -name '*.[ch]pp' -o -name '*.map' -o -name '*.cu')
-C_FILES := $(shell find csrc tests/c tests/cuda tests/fakecuda tests/simdevice -name '*.[ch]' -o -name '*.[ch]pp' -o -name '*.cu')
+C_FILES := $(shell find csrc tests/c tests/cuda tests/fakecuda -name '*.[ch]' -o -name '*.[ch]pp' -o -name '*.cu')
 
 # The tools come from the environment: torchrun is looked up on PATH.
 export PATH := $(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test pytest test-all sim-test cuda-test cuda-smoke on-fake-cuda on-fake-cuda-bench c-test lint formats types rules format tidy \
+.PHONY: help train test pytest test-all cuda-test cuda-smoke on-fake-cuda on-fake-cuda-bench c-test lint formats types rules format tidy \
   bench device-bench gpu-bench build wheel debug sanitize profile nightly clean
 .DELETE_ON_ERROR:
 
@@ -60,13 +58,8 @@ test: c-test pytest ## what a push needs: C tests with sanitizers, then pytest
 pytest: $(BUILT)
 	python -m pytest $(PYTEST_FLAGS)
 
-test-all: $(BUILT) c-test ## every combination, also on the simulated accelerator: hours
+test-all: $(BUILT) c-test ## every combination: hours
 	python -m pytest --full $(PYTEST_FLAGS)
-	$(MAKE) sim-test SIM_FLAGS='--full $(PYTEST_FLAGS)'
-
-sim-test: $(BUILT) ## the distributed tests on the simulated accelerator (docs/internals/simdevice.md)
-	FSDP_C_TEST_DEVICE=sim python -m pytest tests/distributed tests/checkpoint \
-	  $(SIM_FLAGS)
 
 cuda-test: ## the tests on a fake CUDA, without a GPU (docs/internals/fakecuda.md)
 	$(MAKE) on-fake-cuda VENV='$(CUDA_VENV)' TORCH='$(CUDA_TORCH)'

@@ -1,11 +1,10 @@
-"""Device memory with activations in host memory, on the simulated accelerator.
+"""Device memory with activations in host memory, on a GPU or the fake CUDA.
 
-    python benchmarks/offload.py
+    PYTHONPATH=tests python -m fakecuda python benchmarks/offload.py
 
 Peak bytes of the device's allocator in a step of the transformer of memory.py, AdamW
 on 2 ranks: with all activations on the device, with `fsdp_c.offload_activations`, with
-activation checkpointing, and with both. The device is that of tests/simdevice: its
-streams and its allocator are as an accelerator's, its times are not.
+activation checkpointing, and with both. The ranks share one GPU where there is one.
 """
 
 from __future__ import annotations
@@ -49,8 +48,6 @@ WAYS = {  # whether activations are offloaded, and recomputed
 
 
 def _train(offloads: bool, recomputes: bool) -> Json:
-    from simdevice.device import native
-
     torch.manual_seed(0)
     model = Transformer(WIDTH, LAYERS, HEADS, NUM_BYTES, recomputes=recomputes)
     for module in model.modules():
@@ -64,14 +61,12 @@ def _train(offloads: bool, recomputes: bool) -> Json:
     for _ in range(NUM_STEPS):
         shape = (BATCH, TIME + 1)
         tokens = torch.randint(NUM_BYTES, shape, generator=generator, device="cpu")
-        tokens = tokens.to("sim")
-        native().synchronize()
-        native().empty_cache()
-        native().reset_peak()
+        tokens = tokens.to("cuda")
+        torch.cuda.reset_peak_memory_stats()
         loss = model(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
-        native().synchronize()
-        peak = native().memory_stats()["peak_nbytes"]
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated()
         optimizer.step()
         optimizer.zero_grad()
         last = loss.detach().cpu()
@@ -88,13 +83,14 @@ def _train(offloads: bool, recomputes: bool) -> Json:
 def worker(args: argparse.Namespace) -> None:
     """Train on one rank."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-    from simdevice.build import build_fake_nccl
-    from simdevice.device import load
+    from helpers.one_gpu import gpu_of_rank
 
-    os.environ["FSDP_C_NCCL_LIBRARY"] = str(build_fake_nccl())
-    load()
-    torch.set_default_device("sim")
-    with joined_group(args, "cpu:gloo,sim:simccl"):
+    rank = int(os.environ["RANK"])
+    gpu, variables = gpu_of_rank(rank, NUM_RANKS, torch.cuda.device_count())
+    os.environ.update(variables)
+    torch.cuda.set_device(gpu)
+    torch.set_default_device("cuda")
+    with joined_group(args, "cpu:gloo,cuda:nccl"):
         report_result(args, _train(*WAYS[args.worker]))
 
 

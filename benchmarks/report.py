@@ -16,7 +16,6 @@ from pathlib import Path
 import host_instructions
 import host_overhead
 import memory
-import offload
 import pictures
 import state_dict
 import state_dict_worker
@@ -100,7 +99,7 @@ sum.
 {collectives}
 
 {memory}
-{offload}{state_dict}"""
+{state_dict}"""
 
 MEMORY_TEXT = """\
 ## Memory per rank
@@ -141,25 +140,6 @@ frees its buffers on threads of its own.
 {tables}
 """
 
-OFFLOAD_TEXT = """\
-### Activations in host memory, on the simulated accelerator
-
-Made by
-
-    {command}
-
-on {machine}.
-
-The same model with `fully_shard` on 2 ranks of the [simulated
-accelerator](../internals/simdevice.md): what its allocator holds at the peak of forward
-and backward, and what [offload_activations](../guide/offload.md) holds in host memory.
-An accelerator keeps more blocks than a CPU. A GPU has not run this, and the device's
-times mean nothing; `python -m fsdp_c plan` estimates them.
-
-{table}
-
-"""
-
 STATE_DICT_TEXT = """\
 ## State dicts and checkpoints
 
@@ -196,7 +176,6 @@ FILES = (
     "train_step.json",
     "train_step_of_more_ranks.json",
     "memory.json",
-    "offload.json",
     "state_dict.json",
 )
 
@@ -213,7 +192,6 @@ def read_or_run_all(args: argparse.Namespace) -> list[Json]:
         (train_step, ["--steps", str(args.steps), *rounds]),
         (train_step, ["--steps", str(args.steps), *rounds, *MORE_RANKS]),
         (memory, []),
-        (offload, []),
         (state_dict, []),
     )
     for file, (benchmark, words) in zip(FILES, benchmarks, strict=True):
@@ -237,15 +215,6 @@ def memory_section(peaks: Json) -> str:
     )
 
 
-def offload_section(ways: Json) -> str:
-    """Return the part of the page on activations in host memory."""
-    return OFFLOAD_TEXT.format(
-        command=ways["command"],
-        machine=environment_line(ways["environment"]),
-        table=offload.render(ways, markdown=True),
-    )
-
-
 def state_dict_section(states: Json) -> str:
     """Return the part of the page on state dicts."""
     return STATE_DICT_TEXT.format(
@@ -260,7 +229,7 @@ def state_dict_section(states: Json) -> str:
 
 def write_markdown(results: list[Json], path: Path) -> None:
     """Write the page."""
-    host, counts, step, more, peaks, ways, states = results
+    host, counts, step, more, peaks, states = results
     commands = dict.fromkeys(each["command"] for each in (host, counts, step, more))
     machine = environment_line(host["environment"])
     if step["environment"] != host["environment"]:
@@ -286,7 +255,6 @@ def write_markdown(results: list[Json], path: Path) -> None:
         rounds=step["settings"]["rounds"],
         collectives=train_step.render_collectives(step, markdown=True),
         memory=memory_section(peaks),
-        offload=offload_section(ways),
         state_dict=state_dict_section(states),
     )
     path.write_text(text)

@@ -37,7 +37,7 @@ def rounds_of(*medians: float, losses: tuple[float, ...] = (1.0, 0.5)):
 
 
 @pytest.mark.each_value
-@pytest.mark.cpu_only("torch's FSDP1 does not know the simulated accelerator")
+@pytest.mark.cpu_only("the measured units are told to use the CPU")
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @distributed(2)

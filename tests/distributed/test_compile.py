@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_c import fully_shard
-from helpers.distributed import distributed
+from helpers.distributed import TEST_DEVICE, distributed
 from helpers.impl import MixedPrecision, ShardingStrategy, fsdp
 from helpers.models import MLP, Block, TransformerBlock, loss_of, vectors
 from helpers.reference import Differential
@@ -174,7 +174,7 @@ def test_evaluation_between_steps() -> None:
         del differential
 
 
-@pytest.mark.cpu_only("inductor generates no code for the simulated device")
+@pytest.mark.cpu_only("the fake CUDA runs no code of inductor")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 @pytest.mark.parametrize(
     "api",
@@ -332,7 +332,6 @@ def _counts(
         return counter.frame_count, counter.op_count, _counted("graph_break").total()
 
 
-@pytest.mark.cpu_only("torch's own units compute nothing right on the simulated device")
 @pytest.mark.parametrize(
     ("place", "backend", "reshards", "checkpoints"),
     [
@@ -373,7 +372,6 @@ def test_fully_shard_compiles_what_it_does_under_torch(
     assert ours == counts_of(torch_fully_shard)
 
 
-@pytest.mark.cpu_only("torch's own units compute nothing right on the simulated device")
 @pytest.mark.parametrize(
     "place", ["torch.compile", pytest.param("root", marks=pytest.mark.only_full)]
 )
@@ -383,7 +381,7 @@ def test_fsdp_compiles_what_it_does_under_torch(place: str) -> None:
 
     def counts_of(wrap: Any) -> tuple[int, int, int]:
         def shard(model: nn.Module) -> Any:
-            options = {"use_orig_params": True, "device_id": torch.device("cpu")}
+            options = {"use_orig_params": True, "device_id": torch.device(TEST_DEVICE)}
             model.first = wrap(model.first, **options)
             model.second = wrap(model.second, **options)
             return wrap(model, **options)

@@ -57,7 +57,6 @@ def test_refused_arguments() -> None:
     assert not any(isinstance(p, DTensor) for p in linear.parameters())
 
 
-@pytest.mark.skipif(TEST_DEVICE == "sim", reason="no DTensor of host memory")
 @distributed(world_size=2)
 def test_refusals() -> None:
     """What is not supported is named."""

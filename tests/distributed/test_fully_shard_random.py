@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.distributed import TEST_DEVICE, run_task
+from helpers.distributed import run_task
 from helpers.groups import groups_destroyed
 from helpers.random_rows import draw_row_program, draw_world_size
 from helpers.row_runs import run_row_program
@@ -58,7 +58,6 @@ def _batches() -> Iterator[Any]:
                 )
 
 
-@pytest.mark.skipif(TEST_DEVICE == "sim", reason="no DTensor of host memory")
 @pytest.mark.parametrize(("world_size", "cases"), list(_batches()))
 def test_random_models(world_size: int, cases: tuple[int, ...]) -> None:
     """Parameters and gradients after each step."""

@@ -547,7 +547,6 @@ def test_post_accumulate_hooks() -> None:
     assert seen == [True, True]
 
 
-@pytest.mark.cpu_only("the simulated device has no LSTM")
 @distributed(world_size=2)
 def test_rnn() -> None:
     """A module with lists of its parameters."""

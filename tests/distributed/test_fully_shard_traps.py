@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_c import FSDPModule, fully_shard
-from helpers.distributed import TEST_DEVICE, distributed
+from helpers.distributed import distributed
 from helpers.groups import device_under_test, groups_destroyed
 from helpers.models import Inputs
 from helpers.rows import Rows
@@ -204,7 +204,6 @@ def test_7_no_stale_weights(mode: str, reshards: bool) -> None:
     both.train(1)
 
 
-@pytest.mark.skipif(TEST_DEVICE == "sim", reason="no DTensor of host memory")
 @distributed(world_size=2)
 def test_8_offload_and_factors_on_gloo(world_size: int) -> None:
     """CPUOffloadPolicy() as it is, and factors without forced sums."""

@@ -158,7 +158,6 @@ def test_low_precision(rank: int, dtype: torch.dtype) -> None:
     }
 
 
-@pytest.mark.cpu_only("torch's class runs on the CPU here")
 @distributed(world_size=2)
 def test_as_torch(rank: int) -> None:
     """The same gradients are None, where ranks do not differ."""

@@ -9,7 +9,6 @@ from helpers.rows import in_either_api
 from helpers.transports import over
 
 
-@pytest.mark.cpu_only("tasks of the simulated device run outside of inference mode")
 @pytest.mark.parametrize("transport", ["1", "0"])
 @pytest.mark.parametrize("api", ["FSDP", "FSDP flat", "fully_shard"])
 @distributed(world_size=2)

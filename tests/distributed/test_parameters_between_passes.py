@@ -155,7 +155,7 @@ def test_offload() -> None:
     _train(reference.cpu() if TEST_DEVICE == "cpu" else reference, model, SCHEDULE)
 
 
-@pytest.mark.cpu_only("torch's class needs an accelerator's API of its own there")
+@pytest.mark.cpu_only("on accelerators fsdp_c aligns parameters in a flat one")
 @distributed(world_size=2)
 def test_same_as_torch() -> None:
     """Shapes, dtypes, loss and gradients with a penalty; fp64 and bf16."""

@@ -446,7 +446,6 @@ GPT2 = {  # its head shares the embedding's weight
     "vocab_size": 101,
     "bos_token_id": 0,
     "eos_token_id": 0,
-    # The simulated device has no dropout.
     "attn_pdrop": 0.0,
     "embd_pdrop": 0.0,
     "resid_pdrop": 0.0,

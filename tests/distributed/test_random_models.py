@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from helpers.distributed import TEST_DEVICE, run_task
+from helpers.distributed import run_task
 from helpers.groups import groups_destroyed, hybrid_groups
 from helpers.impl import FSDP
 from helpers.models import Inputs, loss_of
@@ -58,24 +58,18 @@ NUM_CASES = int(os.environ.get("FSDP_C_RANDOM_CASES", "24"))
 FIRST_CASE = int(os.environ.get("FSDP_C_RANDOM_FIRST", "0"))
 BATCH = 10
 """Cases per test: starting one costs more than a case."""
-NUM_SIM_CASES = min(NUM_CASES, 12)
-"""Cases that also run on the simulated accelerator, with its delays."""
 
 
-def _batches(num_cases: int, device: str = TEST_DEVICE) -> Iterator[Any]:
-    """Yield (world size, cases): in tens, all of one world size.
-
-    Tensor parallelism has run on the CPU only.
-    """
+def _batches() -> Iterator[Any]:
+    """Yield (world size, cases): in tens, all of one world size."""
     programs = {
-        case: draw_program(case) for case in range(FIRST_CASE, FIRST_CASE + num_cases)
+        case: draw_program(case) for case in range(FIRST_CASE, FIRST_CASE + NUM_CASES)
     }
     for world_size in WORLD_SIZES:
         mine = [
             case
             for case, program in programs.items()
             if program.world_size == world_size
-            and (program.num_tp is None or device == "cpu")
         ]
         for begin in range(0, len(mine), BATCH):
             batch = tuple(mine[begin : begin + BATCH])
@@ -300,24 +294,10 @@ def _run_cases(rank: int, world_size: int, cases: tuple[int, ...]) -> None:
                 raise AssertionError(msg) from error
 
 
-@pytest.mark.parametrize(("world_size", "cases"), list(_batches(NUM_CASES)))
+@pytest.mark.parametrize(("world_size", "cases"), list(_batches()))
 def test_random_models(world_size: int, cases: tuple[int, ...]) -> None:
     """Losses, gradients, norms, parameters and state dicts."""
     run_task(_run_cases, world_size, {"cases": cases}, timeout_s=12.0 * len(cases))
-
-
-@pytest.mark.only_full
-@pytest.mark.skipif(TEST_DEVICE != "cpu", reason="all run on it, or none")
-@pytest.mark.parametrize(("world_size", "cases"), list(_batches(NUM_SIM_CASES, "sim")))
-def test_random_models_on_streams(world_size: int, cases: tuple[int, ...]) -> None:
-    """The same where work that nobody waits for comes too late."""
-    run_task(
-        _run_cases,
-        world_size,
-        {"cases": cases},
-        timeout_s=24.0 * len(cases),
-        device="sim",
-    )
 
 
 @pytest.mark.bookkeeping

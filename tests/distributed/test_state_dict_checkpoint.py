@@ -66,15 +66,12 @@ def _load_sharded(model: Any, state: Any) -> None:
         model.load_state_dict(state)
 
 
-_TORCHS = pytest.mark.cpu_only("torch's FSDP1 crashes there, in its own gather")
-
-
 @pytest.mark.parametrize(
     ("saver", "loader"),
     [
         ("fsdp_c", "fsdp_c"),
-        pytest.param("fsdp_c", "torch", marks=_TORCHS),
-        pytest.param("torch", "fsdp_c", marks=_TORCHS),
+        ("fsdp_c", "torch"),
+        ("torch", "fsdp_c"),
     ],
 )
 @pytest.mark.parametrize(("num_before", "num_after"), [(4, 2), (3, 4), (1, 3), (2, 2)])

@@ -55,8 +55,8 @@ _STDERR_TAIL_CHARS = 4000
 # What the workers' parent imports for all of them.
 _PRELOADED = ("torch._dynamo", "helpers.worker", "helpers.state_dicts")
 
-# Where bodies make their tensors: "cpu"; "sim", the simulated accelerator; "cuda", a
-# GPU per rank or, where there are fewer, one GPU for all ranks (helpers.one_gpu).
+# Where bodies make their tensors: "cpu"; "cuda", a GPU per rank or, where there are
+# fewer, one GPU for all ranks (helpers.one_gpu); without a GPU, on the fake CUDA.
 TEST_DEVICE = os.environ.get("FSDP_C_TEST_DEVICE", "cpu")
 
 Status = Literal["passed", "skipped", "xfailed", "failed"]
@@ -155,13 +155,7 @@ class Pool:
     ) -> None:
         self.world_size = world_size
         self.device = device
-        self._env: dict[str, str] = {}
         self._hidden = {"CUDA_VISIBLE_DEVICES": ""} if hides_gpus else {}
-        if device == "sim":
-            from simdevice.build import build_fake_nccl
-
-            # Built once, and not within the workers' time to start.
-            self._env["FSDP_C_NCCL_LIBRARY"] = str(build_fake_nccl())
         self.num_tasks = 0
         self._directory = tempfile.TemporaryDirectory(prefix="fsdp_c_test_")
         self._workers: list[_Worker] = []
@@ -191,7 +185,7 @@ class Pool:
             stacks=stacks_path,
             stderr=stderr_path,
             path=[str(TESTS_DIR), *(p or os.getcwd() for p in sys.path)],
-            env={**self._env, **_worker_environment(), **self._hidden},
+            env={**_worker_environment(), **self._hidden},
         )
         process = fork_server().Process(target=_work, args=(config, theirs))
         process.start()
@@ -413,7 +407,7 @@ def distributed(
     Args:
         world_size: Ranks; a sequence runs the test once for each.
         timeout_s: Seconds after which the ranks' stacks are shown and they end.
-        device: "cpu", "sim" or "cuda"; by default what FSDP_C_TEST_DEVICE says.
+        device: "cpu" or "cuda"; by default what FSDP_C_TEST_DEVICE says.
         hides_gpus: For the CPU: frameworks use any GPU that they see, whatever they are
             told.
     """

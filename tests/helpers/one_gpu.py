@@ -32,7 +32,7 @@ def gpu_of_rank(
     if num_gpus == 0:
         raise RuntimeError(
             "FSDP_C_TEST_DEVICE=cuda, but torch finds no GPU: run the tests on a "
-            "machine with one, or with FSDP_C_TEST_DEVICE=sim on the simulated device"
+            "machine with one, or without one on the fake CUDA (make cuda-test)"
         )
     if num_gpus >= world_size:
         return rank, {}

@@ -1,6 +1,6 @@
 """What carries the collectives of a test's ranks: fsdp_c's own transport, or c10d.
 
-On the CPU the own one is shared memory, on a GPU and the simulated accelerator NCCL.
+On the CPU the own one is shared memory, on a GPU NCCL.
 """
 
 import os

@@ -214,18 +214,12 @@ def _set_up_device(device: str, rank: int, world_size: int) -> str:
     """Make the device under test the default one; return the backends' names."""
     if device == "cpu":
         return "gloo"
-    if device == "cuda":
-        index, variables = gpu_of_rank(rank, world_size, torch.cuda.device_count())
-        os.environ.update(variables)
-        torch.cuda.set_device(index)
-        torch.set_default_device(torch.device("cuda", index))
-        return "cpu:gloo,cuda:nccl"
-    assert device == "sim", f"FSDP_C_TEST_DEVICE={device}: cpu, sim or cuda"
-    from simdevice.device import load
-
-    load()
-    torch.set_default_device("sim")
-    return "cpu:gloo,sim:simccl"
+    assert device == "cuda", f"FSDP_C_TEST_DEVICE={device}: cpu or cuda"
+    index, variables = gpu_of_rank(rank, world_size, torch.cuda.device_count())
+    os.environ.update(variables)
+    torch.cuda.set_device(index)
+    torch.set_default_device(torch.device("cuda", index))
+    return "cpu:gloo,cuda:nccl"
 
 
 def _take_over(config: WorkerConfig) -> None:

@@ -1,1 +1,0 @@
-"""A simulated accelerator: host memory, and streams that are threads."""
