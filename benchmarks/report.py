@@ -283,7 +283,7 @@ def main() -> int:
             if not (args.json / name).is_file():
                 parser.error(f"--json {args.json}: {name} is not there")
     results = read_or_run_all(args)
-    _, counts, step, _, peaks, _, _ = results
+    _, counts, step, _, peaks, _ = results
     args.out.mkdir(parents=True, exist_ok=True)
     write_markdown(results, args.out / "benchmarks.md")
     pictures.draw_host(counts, args.out / "host.png")

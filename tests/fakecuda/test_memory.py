@@ -56,8 +56,6 @@ def test_blocks_and_tensors_are_made_of_the_same_memory() -> None:
     set_memory(held)
     try:
         train(model, 2)
-    try:
-        train(model, 2)
     finally:
         set_memory(0)
 
