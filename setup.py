@@ -30,7 +30,7 @@ from typing import NoReturn
 import setuptools
 from setuptools.command.build_ext import build_ext
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"
 
 OLDEST_TORCH = (2, 11)
 OLDEST_SETUPTOOLS = 77  # the first to read the licence field of pyproject.toml
