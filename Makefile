@@ -6,7 +6,7 @@
 #                   kernels where there is a GPU)
 #   make help       the other targets
 #
-# A push runs .ci/run, a night `make nightly` (docs/CONTRIBUTING.md).
+# A push runs .ci/run, a night `make nightly` (CONTRIBUTING.md).
 #
 # Another torch:        make train TORCH='torch==2.11.0'
 # An own environment:   make train VENV=/path/to/venv  (torch in it is kept)
