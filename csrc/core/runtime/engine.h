@@ -150,8 +150,8 @@ typedef struct fsdp_unit_options {
   /* Gradients are multiplied by prescale before the reduction and by
    * 1 / (prescale * ranks) after it. 1 unless reduce_dtype is fp16. */
   double prescale;
-  /* In which the shards have the places that they have in the unit's block:
-   * then ranks of one host may read them there. */
+  /* Memory laid out like the unit's block: ranks of one host may read the
+   * shards there. */
   fsdp_region region;
   /* Shards and sharded gradients are in host memory, the device is elsewhere.
    * Copies run on the lanes UPLOAD and DOWNLOAD, through the unit's blocks. */

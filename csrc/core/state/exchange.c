@@ -120,7 +120,9 @@ static fsdp_status pass_piece(direction *way, int64_t peer, int64_t index,
   void *passed = way->passed;
   if (!fsdp_grow(&passed, &way->capacity, way->num_passed + 1,
                  sizeof *way->passed)) {
-    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY, "exchange of over %zu pieces",
+    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
+                     "out of host memory for an exchange of more than %zu "
+                     "pieces",
                      way->num_passed);
   }
   way->passed = passed;
