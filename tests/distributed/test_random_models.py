@@ -160,17 +160,21 @@ class _Run:
     @contextlib.contextmanager
     def toggled(self, step: Step) -> Iterator[None]:
         """Freeze one node's trainable parameters for this step."""
-        frozen = []
+        trained: list[tuple[Node, list[bool]]] = []
         if step.toggled is not None:
             for model in self.both:
                 nodes = [m for m in model.modules() if isinstance(m, Node)]
-                params = nodes[step.toggled % len(nodes)].own_params()
-                frozen += [param for param in params if param.requires_grad]
-        for param in frozen:
-            param.requires_grad_(False)
+                node = nodes[step.toggled % len(nodes)]
+                trained.append((node, [p.requires_grad for p in node.own_params()]))
+        for node, _ in trained:
+            for param in node.own_params():
+                param.requires_grad_(False)
         yield
-        for param in frozen:
-            param.requires_grad_(True)
+        # Asked for again: of a unit that is unsharded, those of tensor parallelism are
+        # others than of a sharded one.
+        for node, values in trained:
+            for param, value in zip(node.own_params(), values, strict=True):
+                param.requires_grad_(value)
 
     def happen(self, event: str) -> None:
         """Let ``event`` happen; gradients stay."""
@@ -202,13 +206,15 @@ class _Run:
 
         So do methods with a reference model that is the model without adapters.
         """
-        params = list(self.differential.model.parameters())
-        trained = [param for param in params if param.requires_grad]
-        for param in trained[:: self.program.seed % 2 + 1]:
-            param.requires_grad_(False)
+        model = self.differential.model
+        trained = [name for name, p in model.named_parameters() if p.requires_grad]
+        params = dict(model.named_parameters())
+        for name in trained[:: self.program.seed % 2 + 1]:
+            params[name].requires_grad_(False)
         self.differential.evaluate()
-        for param in trained:
-            param.requires_grad_(True)
+        params = dict(model.named_parameters())  # others, see toggled()
+        for name in trained:
+            params[name].requires_grad_(True)
 
     def freeze(self) -> None:
         """Freeze or thaw one node; gradients stay where they are."""
