@@ -193,6 +193,12 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     return None
 
 
+def serves_host(group: dist.ProcessGroup) -> bool:
+    """Return whether a group has a backend for tensors on the CPU."""
+    devices = getattr(group, "_device_types", ())
+    return any(device.type == "cpu" for device in devices)
+
+
 def in_backward_optimizers(param: Tensor) -> list[torch.optim.Optimizer]:
     optimizers: list[torch.optim.Optimizer] = getattr(
         param, "_in_backward_optimizers", []

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
@@ -34,6 +33,7 @@ from fsdp_c._fully_shard.capture_checks import (
     prepare_nccl,
 )
 from fsdp_c._fully_shard.either import engines_in, reset, units_in
+from fsdp_c._units.agree import on_any_rank
 
 
 class CapturedStep:
@@ -175,10 +175,12 @@ class _Graph:
 
     def _is_fine_everywhere(self, is_fine: bool) -> bool:
         """Return whether all ranks could capture: replays need all of them."""
-        flag = torch.tensor([0 if is_fine else 1], device=self._owner._device)
+        is_bad = not is_fine
+        device = self._owner._device
         for group in groups_that_step(self._owner._model):
-            dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
-        return int(flag.item()) == 0
+            operation = "agreement on the capture of a step"
+            (is_bad,) = on_any_rank([is_bad], group, device, operation)
+        return not is_bad
 
     def _give_up(self) -> None:
         """Make the model as it was before the capture."""

@@ -16,7 +16,6 @@ from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp.api import StateDictType
 from torch.overrides import is_tensor_like
@@ -34,9 +33,9 @@ from fsdp_c._state.sharded_tensors import (
     is_sharded,
     sharded_shape,
 )
+from fsdp_c._units.agree import on_any_rank
 from fsdp_c._units.base import Load, ShardedModule, sharded_modules
 from fsdp_c._units.device import CPU, wait_for_uploads
-from fsdp_c._units.failures import naming_ranks
 from fsdp_c._units.names import WRAPPED_PREFIX, clean_name
 from fsdp_c._units.parallel import from_state
 
@@ -120,7 +119,7 @@ def _begin_tree(module: ShardedModule, state_dict: dict[str, Any], prefix: str) 
         if is_plain:  # or a hook might change the state dict before a unit sees it
             problems += _find_problems(each, kinds[each], state_dict, prefixes[each])
     communicates = not is_plain or StateDictType.SHARDED_STATE_DICT in kinds.values()
-    _raise_problems(module, problems, on_any_rank=communicates)
+    _raise_problems(module, problems, communicates=communicates)
     for each in reversed(modules):
         load = Load(tuple(modules), is_plain)
         each.begin_state_dict_load(load)
@@ -128,16 +127,15 @@ def _begin_tree(module: ShardedModule, state_dict: dict[str, Any], prefix: str) 
 
 
 def _raise_problems(
-    module: ShardedModule, problems: list[str], *, on_any_rank: bool
+    module: ShardedModule, problems: list[str], *, communicates: bool
 ) -> None:
-    """Raise if there are problems, on this rank or ``on_any_rank`` of the group."""
+    """Raise if there are problems on this rank; on any, if it ``communicates``."""
     what = f"Error(s) in loading state_dict for {type(module.wrapped).__name__}"
     is_bad = bool(problems)
-    if on_any_rank and module.world_size > 1:
-        flag = torch.tensor([is_bad], dtype=torch.uint8, device=module.compute_device)
-        with naming_ranks(module.process_group, "check of a state dict on all ranks"):
-            dist.all_reduce(flag, dist.ReduceOp.MAX, group=module.process_group)
-        is_bad = bool(flag.item())
+    if communicates:
+        group, device = module.process_group, module.compute_device
+        operation = "check of a state dict on all ranks"
+        (is_bad,) = on_any_rank([is_bad], group, device, operation)
     if problems:
         lines = "".join(f"\n\t{clean_name(problem)}." for problem in problems)
         raise RuntimeError(f"{what}, of which nothing was loaded:{lines}")
@@ -260,7 +258,7 @@ def _load_unit(
         problems = _find_problems(module, kind, state_dict, prefix)
         if kind is StateDictType.FULL_STATE_DICT and not is_plain:
             problems = [each for each in problems if "size mismatch" not in each]
-        _raise_problems(module, problems, on_any_rank=True)
+        _raise_problems(module, problems, communicates=True)
     values: dict[str, Any] = {}
     parts = named_parts(module)
     names: Iterable[str] = parts

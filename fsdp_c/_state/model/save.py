@@ -36,8 +36,8 @@ from fsdp_c._state.model.local import local_state
 from fsdp_c._state.model.plain import SAVING, moves_plainly
 from fsdp_c._state.parts import named_uses, unit_parts
 from fsdp_c._state.sharded_tensors import is_sharded
+from fsdp_c._units.agree import on_any_rank
 from fsdp_c._units.base import ShardedModule, sharded_modules
-from fsdp_c._units.failures import naming_ranks
 from fsdp_c._units.names import WRAPPED_PREFIX
 from fsdp_c._units.parallel import to_state
 from fsdp_c._units.uses import is_flat_param, sharding_unit
@@ -174,21 +174,16 @@ def _find_summons(modules: list[ShardedModule]) -> set[ShardedModule]:
         of_group.setdefault(each.process_group, []).append(each)
     summons: set[ShardedModule] = set()
     for group, its_modules in of_group.items():
-        flags = torch.tensor(
-            [
-                bool(each._sharded.unit.is_summoned or each._state_dict_pre_hooks)
-                or not moves_plainly(each, SAVING)
-                for each in its_modules
-            ],
-            dtype=torch.uint8,
-            device=its_modules[0].compute_device,
-        )
-        if group.size() > 1:
-            name = its_modules[0]._sharded.name
-            with naming_ranks(group, f"state_dict() of unit {name!r}"):
-                dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
+        flags = [
+            bool(each._sharded.unit.is_summoned or each._state_dict_pre_hooks)
+            or not moves_plainly(each, SAVING)
+            for each in its_modules
+        ]
+        first = its_modules[0]
+        operation = f"state_dict() of unit {first._sharded.name!r}"
+        found = on_any_rank(flags, group, first.compute_device, operation)
         summons.update(
-            each for each, flag in zip(its_modules, flags.tolist(), strict=True) if flag
+            each for each, flag in zip(its_modules, found, strict=True) if flag
         )
     return summons
 
