@@ -1,7 +1,6 @@
 """Time, memory and launches of a training step on GPUs, one rank per GPU.
 
     python benchmarks/gpu_step.py                # on a machine with GPUs
-    python benchmarks/gpu_step.py --symmetric    # do NCCL's symmetric windows pay?
     python benchmarks/gpu_step.py --fake-world 8 # on one GPU, as rank 0 of 8
     python benchmarks/gpu_step.py --device cpu   # does it run at all? 2 ranks, gloo
 
@@ -25,7 +24,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from common import (
     Json,
     command_line,
@@ -41,7 +39,6 @@ from common import (
 )
 from torch.profiler import ProfilerActivity, profile
 
-from fsdp_c import _native, memory_stats
 from fsdp_c.bench import _worker
 from fsdp_c.bench._command import machine, positive_int
 from fsdp_c.bench._implementations import FSDP1, FSDP2, OURS
@@ -49,7 +46,6 @@ from fsdp_c.bench._report import differences, smallest
 from fsdp_c.bench._workload import Workload
 
 IMPLEMENTATIONS = [OURS, FSDP1, FSDP2]
-SYMMETRIC = f"{OURS}, symmetric"
 HOST_WAITS = (
     "cudaStreamSynchronize",
     "cudaDeviceSynchronize",
@@ -141,8 +137,6 @@ class Trainer(_worker.Trainer):
 
 def run_worker(args: argparse.Namespace) -> None:
     """Join the other ranks, train, report."""
-    if args.worker == SYMMETRIC:
-        os.environ["FSDP_C_NCCL_SYMMETRIC"] = "1"
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ["RANK"]))
     if args.fake_world:
@@ -157,8 +151,7 @@ def run_worker(args: argparse.Namespace) -> None:
 def measure(args: argparse.Namespace) -> Json:
     """Train one implementation; return what this rank saw."""
     workload = WORKLOADS[args.device][args.workload]
-    is_ours = args.worker in (OURS, SYMMETRIC)
-    trainer = Trainer(OURS if is_ours else args.worker, workload)
+    trainer = Trainer(args.worker, workload)
     num_losses = 0 if args.fake_world else min(_worker.NUM_LOSSES, args.warmup)
     result: Json = {"losses": trainer.first_losses(num_losses)}
     for _ in range(args.warmup - num_losses):
@@ -169,14 +162,6 @@ def measure(args: argparse.Namespace) -> Json:
     if trainer.on_gpu:
         result["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
         result["reserved_mib"] = torch.cuda.max_memory_reserved() / 2**20
-    if args.worker == SYMMETRIC:
-        group, device = dist.group.WORLD, torch.device(args.device)
-        result["windows"] = _native.transport(group, device)[1]
-    if trainer.on_gpu and is_ours:
-        # torch's allocator does not know this memory.
-        symmetric_mib = memory_stats(trainer.model)["symmetric_nbytes"] / 2**20
-        result["peak_mib"] += symmetric_mib
-        result["reserved_mib"] += symmetric_mib
     result["events"], result["num_waits"] = trainer.events()
     if trainer.on_gpu:
         num_units = workload.num_layers + 1
@@ -256,11 +241,6 @@ def parse_args() -> argparse.Namespace:
         help="one process, as rank 0 of N, of which the others do not exist",
     )
     parser.add_argument(
-        "--symmetric",
-        action="store_true",
-        help="fsdp_c with FSDP_C_NCCL_SYMMETRIC=1, too",
-    )
-    parser.add_argument(
         "--workload", choices=list(WORKLOADS["cuda"]), help="only this one"
     )
     parser.add_argument(
@@ -291,7 +271,6 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    names = [*IMPLEMENTATIONS, SYMMETRIC] if args.symmetric else IMPLEMENTATIONS
     workloads = [args.workload] if args.workload else list(WORKLOADS[args.device])
     options = ["--steps", str(args.steps), "--warmup", str(args.warmup)]
     options += ["--device", args.device]
@@ -302,7 +281,7 @@ def main() -> int:
             *(__file__, "--worker", name, "--workload", workload, *options)
         ]
         for workload in workloads
-        for name in names
+        for name in IMPLEMENTATIONS
     }
     results = run_interleaved(jobs, num_rounds=args.rounds, num_ranks=num_ranks)
     env = machine(args.device)
@@ -314,11 +293,9 @@ def main() -> int:
     wrong = []
     for name in workloads:
         workload = replace(WORKLOADS[args.device][name], num_ranks=num_ranks)
-        its_results = {each: results[f"{name}: {each}"] for each in names}
+        its_results = {each: results[f"{name}: {each}"] for each in IMPLEMENTATIONS}
         print(f"\n{name}: {workload.describe()}")
         print(table_of(its_results, markdown=args.markdown))
-        if args.symmetric:
-            print(its_results[SYMMETRIC][-1]["windows"] or "no symmetric windows")
         wrong += [f"{name}: {line}" for line in differences(workload, its_results)]
     if args.timeline is not None:
         draw(results, args.timeline)

@@ -338,10 +338,7 @@ def empty_tensors(
     """Uninitialised 1-D CPU tensors, side by side in memory."""
 
 def transport(group: ProcessGroup, device: torch.device, /) -> tuple[str, str]:
-    """What carries a group's collectives, "shm", "nccl" or "c10d", and why c10d.
-
-    With "nccl" and FSDP_C_NCCL_SYMMETRIC=1: where the symmetric windows stand.
-    """
+    """What carries a group's collectives, "shm", "nccl" or "c10d", and why c10d."""
 
 def parts() -> dict[str, str]:
     """What of fsdp_c's own transports and kernels can be used here; tries them.

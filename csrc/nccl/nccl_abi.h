@@ -16,7 +16,6 @@ extern "C" {
 #endif
 
 typedef struct fsdp_nccl_comm fsdp_nccl_comm; /* what ncclComm_t points at */
-typedef struct fsdp_nccl_window fsdp_nccl_window; /* and ncclWindow_t */
 
 enum { FSDP_NCCL_ID_NBYTES = 128 };
 
@@ -51,12 +50,8 @@ enum {
 /* ncclRedOp_t */
 enum { FSDP_NCCL_SUM = 0 };
 
-/* NCCL_WIN_COLL_SYMMETRIC and NCCL_CTA_POLICY_ZERO */
-enum { FSDP_NCCL_WINDOW_SYMMETRIC = 1, FSDP_NCCL_CTA_ZERO = 2 };
-
-/* The beginning of ncclConfig_t. `version` declares how much of it is filled:
- * up to split_share as of NCCL 2.18, all as of 2.28. The library uses its own
- * defaults for the rest. */
+/* The beginning of ncclConfig_t, as of NCCL 2.18, which `version` declares. The
+ * library uses its own defaults for the rest. */
 typedef struct fsdp_nccl_config {
   size_t nbytes;
   unsigned int magic;
@@ -67,22 +62,11 @@ typedef struct fsdp_nccl_config {
   int max_ctas;
   const char *net_name;
   int split_share;
-  /* From 2.28 on. */
-  int traffic_class;
-  const char *comm_name;
-  int collnet_enable;
-  int cta_policy;
-  int shrink_share;
-  int nvls_ctas;
-  int channels_per_net_peer;
-  int nvlink_centric_sched;
 } fsdp_nccl_config;
 
 #define FSDP_NCCL_CONFIG_MAGIC 0xcafebeefu
 enum {
-  FSDP_NCCL_OLDEST_VERSION = 21800,  /* 2.18.0, as ncclGetVersion codes it */
-  FSDP_NCCL_WINDOWS_VERSION = 22700, /* the first with symmetric windows */
-  FSDP_NCCL_CTA_ZERO_VERSION = 22800,
+  FSDP_NCCL_OLDEST_VERSION = 21800, /* 2.18.0, as ncclGetVersion codes it */
   FSDP_NCCL_CONFIG_UNDEFINED = -0x7fffffff - 1
 };
 
@@ -111,15 +95,7 @@ typedef struct fsdp_nccl_api {
 
   /* Optional: NULL in a library without them. */
   const char *(*get_last_error)(fsdp_nccl_comm *comm);
-  int (*comm_register)(fsdp_nccl_comm *comm, void *buffer, size_t nbytes,
-                       void **handle);
-  int (*comm_deregister)(fsdp_nccl_comm *comm, void *handle);
   int (*comm_revoke)(fsdp_nccl_comm *comm, int flags);
-  int (*mem_alloc)(void **buffer, size_t nbytes);
-  int (*mem_free)(void *buffer);
-  int (*comm_window_register)(fsdp_nccl_comm *comm, void *buffer, size_t nbytes,
-                              fsdp_nccl_window **window, int flags);
-  int (*comm_window_deregister)(fsdp_nccl_comm *comm, fsdp_nccl_window *window);
 } fsdp_nccl_api;
 
 #ifdef __cplusplus

@@ -132,7 +132,6 @@ static fsdp_status issue_locked(fsdp_nccl_transport *transport,
   if (channel->comm_in_use == NULL) {
     FSDP_TRY(fsdp_nccl_priv_connect(transport, index, error));
   }
-  FSDP_TRY(fsdp_nccl_priv_follow(transport, index, error));
   const fsdp_nccl_operation operation =
       begin_operation(transport, channel,
                       kind_name(channel->collectives[0].kind), channel->label);
@@ -235,7 +234,6 @@ static fsdp_status add(fsdp_nccl_transport *transport, const fsdp_call *call,
       channel->is_captured = call->is_captured;
       (void)snprintf(channel->label, sizeof channel->label, "%s",
                      call->label == NULL ? "" : call->label);
-      channel->unit = call->unit;
     }
     channel->collectives[channel->num_collectives++] = *collective;
   }

@@ -9,13 +9,6 @@
 
 enum { MORE_MS = 1000 /* so that the errand's own error comes first */ };
 
-/* What rank 0 writes; the last byte is written only where rank 0 wants
- * symmetric windows, and then all ranks try to have them. */
-typedef struct id_record {
-  fsdp_nccl_id id;
-  char wants_windows;
-} id_record;
-
 static const char ID_STAGE[] = "the exchange of a communicator's id";
 static const char INIT_STAGE[] = "ncclCommInitRankConfig";
 
@@ -40,25 +33,22 @@ static fsdp_status fail_id(fsdp_nccl_transport *transport, fsdp_error *cause,
 
 /* Waits for the id, as long as the transport is healthy. */
 static fsdp_status read_id(fsdp_nccl_transport *transport, const char *key,
-                           id_record *record, fsdp_error *cause) {
+                           fsdp_nccl_id *id, fsdp_error *cause) {
   const fsdp_store store = fsdp_nccl_priv_store_of(transport);
   int64_t nbytes = 0;
   const fsdp_status status =
-      store.get(store.context, key, transport->options.init_timeout_ms, record,
-                sizeof *record, &nbytes, cause);
-  if (status != FSDP_OK || nbytes == FSDP_NCCL_ID_NBYTES ||
-      nbytes == (int64_t)sizeof *record) {
-    return status;
-  }
+      store.get(store.context, key, transport->options.init_timeout_ms, id,
+                sizeof *id, &nbytes, cause);
+  if (status != FSDP_OK || nbytes == (int64_t)sizeof *id) return status;
   return FSDP_FAIL(cause, FSDP_BACKEND,
-                   "it has %" PRId64 " bytes instead of %d or %zu", nbytes,
-                   FSDP_NCCL_ID_NBYTES, sizeof *record);
+                   "it has %" PRId64 " bytes instead of %zu", nbytes,
+                   sizeof *id);
 }
 
 /* The id of the channel's communicator: rank 0 makes it, the others read it
  * from the store. */
 static fsdp_status agree_on_id(fsdp_nccl_transport *transport,
-                               fsdp_channel channel, id_record *record,
+                               fsdp_channel channel, fsdp_nccl_id *id,
                                fsdp_error *error) {
   const fsdp_store *store = &transport->store;
   char key[FSDP_NCCL_KEY_NBYTES];
@@ -68,55 +58,38 @@ static fsdp_status agree_on_id(fsdp_nccl_transport *transport,
   (void)snprintf(key, sizeof key, "%s/id/%s", transport->options.prefix,
                  channel_key(channel));
   if (transport->rank == 0) {
-    const int result = transport->api.get_unique_id(&record->id);
+    const int result = transport->api.get_unique_id(id);
     if (result != FSDP_NCCL_SUCCESS) {
       return fsdp_nccl_priv_fail_result(transport, channel, "ncclGetUniqueId",
                                         result, error);
     }
-    record->wants_windows = transport->can_have_windows ? 1 : 0;
-    status = store->set(store->context, key, record,
-                        record->wants_windows != 0 ? (int64_t)sizeof *record
-                                                   : FSDP_NCCL_ID_NBYTES,
-                        &cause);
+    status = store->set(store->context, key, id, sizeof *id, &cause);
   } else {
-    status = read_id(transport, key, record, &cause);
+    status = read_id(transport, key, id, &cause);
   }
   if (status == FSDP_OK) return FSDP_OK;
   return fail_id(transport, &cause, key, error);
 }
 
 /* Blocks until all ranks have come. Returns NCCL's result. */
-static int make_comm(fsdp_nccl_transport *transport, const id_record *record,
+static int make_comm(fsdp_nccl_transport *transport, fsdp_nccl_id id,
                      fsdp_nccl_comm **comm) {
   const fsdp_nccl_api *api = &transport->api;
   const fsdp_nccl_tuning *tuning = &transport->options.tuning;
   int64_t pause_us = 0;
-  /* With windows, gathers that copy engines can make need no SM. */
-  const bool has_no_ctas = record->wants_windows != 0 &&
-                           transport->version >= FSDP_NCCL_CTA_ZERO_VERSION;
   fsdp_nccl_config config = {
-      .nbytes =
-          has_no_ctas ? sizeof config : offsetof(fsdp_nccl_config, comm_name),
+      .nbytes = sizeof config,
       .magic = FSDP_NCCL_CONFIG_MAGIC,
-      .version =
-          has_no_ctas ? FSDP_NCCL_CTA_ZERO_VERSION : FSDP_NCCL_OLDEST_VERSION,
+      .version = FSDP_NCCL_OLDEST_VERSION,
       .blocking = 1,
       .cga_cluster_size = tuning->cga_cluster_size,
       .min_ctas = tuning->min_ctas,
       .max_ctas = tuning->max_ctas,
       .net_name = tuning->net_name,
       .split_share = tuning->split_share,
-      .traffic_class = FSDP_NCCL_CONFIG_UNDEFINED,
-      .collnet_enable = FSDP_NCCL_CONFIG_UNDEFINED,
-      .cta_policy = FSDP_NCCL_CTA_ZERO,
-      .shrink_share = FSDP_NCCL_CONFIG_UNDEFINED,
-      .nvls_ctas = FSDP_NCCL_CONFIG_UNDEFINED,
-      .channels_per_net_peer = FSDP_NCCL_CONFIG_UNDEFINED,
-      .nvlink_centric_sched = FSDP_NCCL_CONFIG_UNDEFINED,
   };
-  int result =
-      api->comm_init_rank_config(comm, (int)transport->world_size, record->id,
-                                 (int)transport->rank, &config);
+  int result = api->comm_init_rank_config(comm, (int)transport->world_size, id,
+                                          (int)transport->rank, &config);
   /* Only where NCCL_COMM_BLOCKING=0 overrides the configuration. */
   while (result == FSDP_NCCL_IN_PROGRESS &&
          fsdp_nccl_priv_is_healthy(transport)) {
@@ -160,19 +133,16 @@ static bool hand_over(fsdp_nccl_transport *transport,
 static void connect_channel(fsdp_nccl_transport *transport,
                             fsdp_channel index) {
   fsdp_nccl_channel *channel = &transport->channels[index];
-  id_record record = {.wants_windows = 0};
+  fsdp_nccl_id id = {.internal = ""};
   fsdp_nccl_comm *comm = NULL;
-  if (agree_on_id(transport, index, &record, NULL) != FSDP_OK) {
+  if (agree_on_id(transport, index, &id, NULL) != FSDP_OK) {
     return; /* the transport has failed: the caller returns */
   }
   set_stage(transport, index, INIT_STAGE);
-  const int result = make_comm(transport, &record, &comm);
+  const int result = make_comm(transport, id, &comm);
   if (result != FSDP_NCCL_SUCCESS && comm != NULL) {
     (void)transport->api.comm_abort(comm); /* the first result is the error */
     comm = NULL;
-  }
-  if (result == FSDP_NCCL_SUCCESS && record.wants_windows != 0) {
-    fsdp_nccl_priv_want_windows(transport, index);
   }
   if (!hand_over(transport, channel, comm, result) && comm != NULL) {
     (void)transport->api.comm_abort(comm); /* too late */
@@ -237,9 +207,7 @@ fsdp_status fsdp_nccl_priv_connect(fsdp_nccl_transport *transport,
   const fsdp_status status =
       connect_until(transport, index, deadline_ms, error);
   fsdp_nccl_priv_set_meeting(transport, index, false);
-  if (status != FSDP_OK) return status;
-  fsdp_nccl_priv_register_all(transport, index);
-  return FSDP_OK;
+  return status;
 }
 
 fsdp_status fsdp_nccl_priv_settle(fsdp_nccl_transport *transport,

@@ -51,8 +51,6 @@ static void leave_channel(fsdp_nccl_transport *transport, fsdp_channel index) {
   if (!fsdp_nccl_priv_lock_to_leave(transport, index, CLAIM_MS)) return;
   fsdp_nccl_comm *comm = channel->comm_in_use;
   if (comm != NULL) {
-    fsdp_nccl_priv_deregister_all(transport, index);
-    fsdp_nccl_priv_close_windows(transport, index);
     fsdp_nccl_priv_note_progress(transport);
     /* The results do not matter any more. */
     if (flush(transport, channel) && take_comm(transport, channel) == comm) {

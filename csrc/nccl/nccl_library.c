@@ -38,13 +38,7 @@ static const entry_point ENTRY_POINTS[] = {
     REQUIRED(all_reduce, "ncclAllReduce"),
     REQUIRED(broadcast, "ncclBroadcast"),
     OPTIONAL(get_last_error, "ncclGetLastError"),
-    OPTIONAL(comm_register, "ncclCommRegister"),
-    OPTIONAL(comm_deregister, "ncclCommDeregister"),
     OPTIONAL(comm_revoke, "ncclCommRevoke"),
-    OPTIONAL(mem_alloc, "ncclMemAlloc"),
-    OPTIONAL(mem_free, "ncclMemFree"),
-    OPTIONAL(comm_window_register, "ncclCommWindowRegister"),
-    OPTIONAL(comm_window_deregister, "ncclCommWindowDeregister"),
 };
 
 #undef REQUIRED
@@ -62,14 +56,6 @@ void fsdp_nccl_version_format(int version, char *text, size_t text_nbytes) {
   const int base = version < 10000 ? 1000 : 10000;
   (void)snprintf(text, text_nbytes, "%d.%d.%d", version / base,
                  version % base / 100, version % 100);
-}
-
-bool fsdp_nccl_library_has_windows(const fsdp_nccl_library *library) {
-  const fsdp_nccl_api *api = &library->api;
-  return library->version >= FSDP_NCCL_WINDOWS_VERSION &&
-         api->mem_alloc != NULL && api->mem_free != NULL &&
-         api->comm_window_register != NULL &&
-         api->comm_window_deregister != NULL;
 }
 
 /* The address of function `name`, or NULL; also NULL when the symbol is data,

@@ -53,9 +53,6 @@ FSDP_NODISCARD fsdp_status
 fsdp_nccl_library_open(const fsdp_nccl_search *search,
                        fsdp_nccl_library *library, fsdp_error *error);
 
-/* Whether it has symmetric windows and memory for them. Cannot fail. */
-bool fsdp_nccl_library_has_windows(const fsdp_nccl_library *library);
-
 /* "forced", "already loaded", "wheel", "system". Cannot fail. */
 const char *fsdp_nccl_origin_name(fsdp_nccl_origin origin);
 

@@ -176,67 +176,6 @@ fsdp_status fsdp_nccl_priv_fail_slow(fsdp_nccl_transport *transport,
 bool fsdp_nccl_priv_abort_all(fsdp_nccl_transport *transport,
                               int64_t deadline_ms);
 
-/* ---- nccl_register.c ------------------------------------------------------*/
-
-/* Registers all memory with the new communicator of a channel that this thread
- * uses. */
-void fsdp_nccl_priv_register_all(fsdp_nccl_transport *transport,
-                                 fsdp_channel channel);
-/* Deregisters all memory, on a channel that this thread uses. */
-void fsdp_nccl_priv_deregister_all(fsdp_nccl_transport *transport,
-                                   fsdp_channel channel);
-
-/* ---- nccl_places.c --------------------------------------------------------*/
-
-/* Of a launch: notes the memory of each of its collectives. is_due [out] one of
- * them has reached uses_needed, so that the ranks meet. */
-FSDP_NODISCARD fsdp_status fsdp_nccl_priv_learn(fsdp_nccl_transport *transport,
-                                                fsdp_channel channel,
-                                                bool *is_due,
-                                                fsdp_error *error);
-typedef enum fsdp_nccl_verdict {
-  FSDP_NCCL_AS_AGREED = 0,
-  FSDP_NCCL_NEW_CALL,     /* one of them is not among the known places */
-  FSDP_NCCL_OTHER_MEMORY, /* known, and uses other memory than agreed */
-} fsdp_nccl_verdict;
-/* The same of a launch while windows are open. */
-fsdp_nccl_verdict fsdp_nccl_priv_compare(fsdp_nccl_transport *transport,
-                                         fsdp_channel channel);
-/* What the ranks must have in common, and how much of it there is. */
-typedef struct fsdp_nccl_places_plan {
-  uint64_t digest; /* of the places and of the sizes of their blocks */
-  int64_t num_known;
-  int64_t num_in_blocks; /* of num_known */
-  int64_t num_moved;     /* of num_known: the last uses were of other memory */
-  int64_t num_blocks;
-  int64_t nbytes; /* of the blocks */
-} fsdp_nccl_places_plan;
-/* Marks what has come often enough as known, and lists its blocks in `open`, in
- * the order of their first use. */
-FSDP_NODISCARD fsdp_status
-fsdp_nccl_priv_plan_places(fsdp_nccl_transport *transport, fsdp_channel channel,
-                           fsdp_nccl_places_plan *plan, fsdp_error *error);
-/* Forgets all places; the ranks meet after twice as many uses. */
-void fsdp_nccl_priv_forget_places(fsdp_nccl_transport *transport,
-                                  fsdp_channel channel);
-
-/* ---- nccl_windows.c -------------------------------------------------------*/
-
-/* The ranks try to open windows on a new communicator. */
-void fsdp_nccl_priv_want_windows(fsdp_nccl_transport *transport,
-                                 fsdp_channel channel);
-/* Before each launch, on a channel that this thread uses: learns, opens or
- * closes windows. Waits for the other ranks when they open them, and for the
- * device when they are closed. After a failure the transport has failed. */
-FSDP_NODISCARD fsdp_status fsdp_nccl_priv_follow(fsdp_nccl_transport *transport,
-                                                 fsdp_channel channel,
-                                                 fsdp_error *error);
-/* Whether calls may be captured: no channel has windows, or learns for them. */
-bool fsdp_nccl_priv_can_capture(fsdp_transport *base);
-/* Deregisters the windows of a channel that this thread uses. */
-void fsdp_nccl_priv_close_windows(fsdp_nccl_transport *transport,
-                                  fsdp_channel channel);
-
 /* ---- nccl_comm.c ----------------------------------------------------------*/
 
 /* Makes the communicator of a channel that this thread uses; fails the

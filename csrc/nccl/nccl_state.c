@@ -35,11 +35,7 @@ void fsdp_nccl_priv_free(fsdp_nccl_transport *transport) {
   }
   for (int i = 0; i < FSDP_NUM_CHANNELS; i++) {
     fsdp_free(transport->channels[i].collectives);
-    fsdp_free(transport->channels[i].windows.places);
-    fsdp_free(transport->channels[i].windows.open);
   }
-  fsdp_free(transport->registrations);
-  fsdp_free(transport->blocks);
   fsdp_free(transport->prefix);
   fsdp_free(transport->net_name);
   fsdp_free(transport);
@@ -70,9 +66,6 @@ fsdp_nccl_transport *fsdp_nccl_priv_make(const fsdp_nccl_library *library,
   if (transport == NULL) return NULL;
   transport->api = library->api;
   transport->version = library->version;
-  transport->can_have_windows = options->is_symmetric && world_size > 1 &&
-                                options->events != NULL &&
-                                fsdp_nccl_library_has_windows(library);
   transport->store = *store;
   transport->rank = rank;
   transport->world_size = world_size;

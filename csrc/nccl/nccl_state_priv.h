@@ -52,60 +52,13 @@ typedef struct fsdp_nccl_outstanding {
   void *event; /* owned; kept for the next operation in this place */
 } fsdp_nccl_outstanding;
 
-/* A collective that comes again and again, and the memory that it used last.
- * See Note [Symmetric windows] in nccl_windows.c. */
-typedef struct fsdp_nccl_place {
-  uint64_t call; /* which collective, after which others: see place_of */
-  int64_t num_uses;
-  int64_t num_same;   /* the last uses, all of the same memory */
-  const char *buffer; /* what all ranks write or read; NULL: in no block */
-  const char *input;  /* of a gather that is not in place; else as `buffer` */
-  bool is_known;      /* the ranks have agreed on it */
-} fsdp_nccl_place;
-
-typedef struct fsdp_nccl_block { /* memory from ncclMemAlloc */
-  char *data;
-  int64_t nbytes;
-} fsdp_nccl_block;
-
-typedef struct fsdp_nccl_open_window {
-  fsdp_nccl_block block;
-  fsdp_nccl_window *window; /* NULL: not registered any more */
-} fsdp_nccl_open_window;
-
-typedef enum fsdp_nccl_windows_phase {
-  FSDP_NCCL_WINDOWS_OFF = 0,
-  FSDP_NCCL_WINDOWS_LEARNING, /* which memory the collectives use */
-  FSDP_NCCL_WINDOWS_OPEN
-} fsdp_nccl_windows_phase;
-
-/* For the busy thread only, but for `phase`, `nbytes` and `reason`, which are
- * written under the lock. */
-typedef struct fsdp_nccl_windows {
-  fsdp_nccl_windows_phase phase;
-  int64_t nbytes;                       /* of the open windows */
-  char reason[FSDP_NCCL_REASON_NBYTES]; /* why there are none, or "" */
-  fsdp_nccl_place *places;              /* in the order of their first use */
-  size_t num_places;
-  size_t place_capacity;
-  size_t next_place; /* where the next collective is likely to be */
-  uint64_t last_call;
-  int64_t
-      uses_needed; /* the first place that reaches it makes the ranks meet */
-  int64_t num_meetings;
-  int64_t num_refused;
-  fsdp_nccl_open_window *open;
-  size_t num_open;
-  size_t open_capacity;
-} fsdp_nccl_windows;
-
 typedef struct fsdp_nccl_channel {
   /* Guarded by the transport's lock. */
   fsdp_nccl_comm *comm; /* NULL until it is needed, and after its end */
   bool is_busy;         /* a thread is inside NCCL with `comm` */
   bool is_finalizing;   /* likewise, in ncclCommFinalize */
-  bool is_meeting; /* that thread waits for the other ranks, with a limit of its
-                      own: for a new `comm`, or to open windows */
+  bool is_meeting; /* that thread waits for the other ranks to make `comm`, with
+                      a limit of its own */
   int64_t busy_since_ms; /* of is_busy */
   fsdp_nccl_operation last;
 
@@ -122,23 +75,15 @@ typedef struct fsdp_nccl_channel {
   void *stream;                       /* of the collectives */
   bool is_captured;                   /* so are they, into a graph */
   char label[FSDP_NCCL_LABEL_NBYTES]; /* of the first collective */
-  int64_t unit;                       /* likewise */
   fsdp_nccl_collective *collectives;
   size_t num_collectives;
   size_t collective_capacity;
-  fsdp_nccl_windows windows;
 
   /* A ring, guarded by the lock; the oldest is at first_outstanding. */
   fsdp_nccl_outstanding outstanding[FSDP_NCCL_MAX_OUTSTANDING];
   int64_t first_outstanding;
   int64_t num_outstanding;
 } fsdp_nccl_channel;
-
-typedef struct fsdp_nccl_registration {
-  void *buffer;
-  int64_t nbytes;
-  void *handles[FSDP_NUM_CHANNELS]; /* NULL: not registered there */
-} fsdp_nccl_registration;
 
 /* What runs on a thread of its own because it may block: one of each kind at a
  * time. Those from CONNECTING on are per channel. */
@@ -180,8 +125,7 @@ typedef struct fsdp_nccl_transport {
   char *net_name;          /* owned; options.tuning.net_name points here */
   fsdp_nccl_events events; /* options.events points here or is NULL */
   fsdp_store store;
-  int version;           /* of NCCL */
-  bool can_have_windows; /* it can, and this rank wants them */
+  int version; /* of NCCL */
   int64_t rank;
   int64_t world_size;
   unsigned num_forks; /* of the process, when the transport was made */
@@ -197,12 +141,6 @@ typedef struct fsdp_nccl_transport {
   int64_t num_errands; /* not done */
   bool is_orphan;      /* destroyed: the last errand frees the transport */
   fsdp_nccl_channel channels[FSDP_NUM_CHANNELS];
-  fsdp_nccl_registration *registrations; /* guarded by the lock */
-  size_t num_registrations;
-  size_t registration_capacity;
-  fsdp_nccl_block *blocks; /* guarded by the lock */
-  size_t num_blocks;
-  size_t block_capacity;
 
   /* For the watchdog's list, under its lock. */
   struct fsdp_nccl_transport *next;

@@ -100,10 +100,6 @@ typedef struct fsdp_nccl_options {
   /* Whether reductions have a communicator of their own beside the gathers'.
    * The same on all ranks. */
   bool splits_channels;
-  /* Whether to open symmetric windows over the blocks, if this rank can and the
-   * others agree; see Note [Symmetric windows] in nccl_windows.c. Rank 0's
-   * value counts. */
-  bool is_symmetric;
   /* Called with `owner` when the transport uses neither the store nor the
    * events any more: at the end of destroy, or later, when a thread is stuck in
    * the store or in NCCL. Not called if fsdp_nccl_create fails. May be NULL. */
@@ -136,45 +132,6 @@ FSDP_NODISCARD fsdp_status fsdp_nccl_create(const fsdp_nccl_library *library,
                                             int64_t rank, int64_t world_size,
                                             fsdp_transport **transport,
                                             fsdp_error *error);
-
-/*
- * Registers device memory that collectives will use, so that NCCL reaches it
- * without copies. Does nothing where NCCL cannot register. After a failure the
- * transport works as before, with copies.
- *
- * FSDP_INVALID_STATE  the buffer is registered already.
- * FSDP_OUT_OF_MEMORY
- * FSDP_BACKEND
- */
-FSDP_NODISCARD fsdp_status fsdp_nccl_register(fsdp_transport *transport,
-                                              void *buffer, int64_t nbytes,
-                                              fsdp_error *error);
-
-/* Call it before the memory is freed, when no operation uses it. Does nothing
- * for a buffer that is not registered. Cannot fail. */
-void fsdp_nccl_deregister(fsdp_transport *transport, void *buffer);
-
-/* Whether blocks should be of memory from ncclMemAlloc, and be offered: this
- * rank wants windows and can have them. Cannot fail. */
-bool fsdp_nccl_wants_blocks(fsdp_transport *transport);
-
-/*
- * Tells of a block of memory from ncclMemAlloc, which may become a symmetric
- * window. fsdp_nccl_withdraw ends it: call it before the memory is freed, when
- * no operation uses it. Both do nothing where this rank opens no windows.
- *
- * FSDP_OUT_OF_MEMORY  of the host; the block is not known then.
- */
-FSDP_NODISCARD fsdp_status fsdp_nccl_offer(fsdp_transport *transport,
-                                           void *block, int64_t nbytes,
-                                           fsdp_error *error);
-void fsdp_nccl_withdraw(fsdp_transport *transport, void *block);
-
-/* Writes where the windows of both channels stand: "gathers: symmetric windows
- * of 64 bytes; reductions: no symmetric windows, <reason>"; "" where rank 0
- * does not want them or no communicator was made. Cannot fail. */
-void fsdp_nccl_describe_windows(fsdp_transport *transport, char *text,
-                                size_t text_nbytes);
 
 /* For the end of the process, before the device is shut down: stops the
  * watchdog and leaves all groups, also where their transports are still held.

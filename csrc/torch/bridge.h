@@ -423,9 +423,6 @@ void fsdp_torch_engine_destroy(fsdp_torch_engine *engine);
 
 /* Bytes that the transports of the engine's groups have reserved. */
 int64_t fsdp_torch_engine_ring_nbytes(fsdp_torch_engine *engine) FSDP_NOEXCEPT;
-/* Bytes of the blocks that are in symmetric memory of NCCL. */
-int64_t fsdp_torch_engine_symmetric_nbytes(fsdp_torch_engine *engine)
-    FSDP_NOEXCEPT;
 /* Borrowed. */
 fsdp_engine *fsdp_torch_engine_core(fsdp_torch_engine *engine);
 
@@ -523,9 +520,9 @@ FSDP_NODISCARD fsdp_status fsdp_torch_empty_tensors(
 
 /*
  * What carries a process group's collectives on a device: a new tuple of its
- * name ("shm", "hierarchical", "nccl" or "c10d") and of text: for c10d why, for
- * nccl where its windows stand. Waits while a group of this process is meeting.
- * GIL (released inside). NULL with an exception.
+ * name ("shm", "hierarchical", "nccl" or "c10d") and, for c10d, of why. Waits
+ * while a group of this process is meeting. GIL (released inside). NULL with an
+ * exception.
  */
 struct _object *fsdp_torch_transport(struct _object *group,
                                      struct _object *device);

@@ -14,10 +14,6 @@ Engine::~Engine() {
   std::optional<c10::StreamGuard> guard;  // blocks go after the last step
   if (step_stream) guard.emplace(*step_stream);
   fsdp_engine_destroy(core);
-  try {
-    provider.drop_kept_blocks();
-  } catch (const std::exception &) {  // the device has failed
-  }
   fsdp_timeline_destroy(timeline);
 }
 
@@ -100,11 +96,6 @@ void Engine::publish_abort_reason(const std::string &reason) noexcept {
 }
 
 }  // namespace fsdp_torch
-
-extern "C" int64_t fsdp_torch_engine_symmetric_nbytes(
-    fsdp_torch_engine *engine) noexcept {
-  return engine->self->provider.symmetric_nbytes();
-}
 
 extern "C" int64_t fsdp_torch_engine_ring_nbytes(
     fsdp_torch_engine *engine) noexcept {

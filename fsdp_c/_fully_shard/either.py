@@ -157,8 +157,6 @@ def memory_stats(model: nn.Module) -> dict[str, int]:
       reductions over gloo need beside the arena (on the CPU only while they run: the
       most so far).
     * ring_nbytes: shared memory that this rank reserves for its groups.
-    * symmetric_nbytes: what of the blocks is in symmetric memory of NCCL, which
-      ``torch.cuda.memory_stats`` does not count.
     * offloaded_nbytes, peak_offloaded_nbytes, pinned_nbytes: of
       :func:`fsdp_c.offload_activations`: saved tensors that are in host memory now,
       the most so far, and the pinned memory that is reserved for them.

@@ -436,7 +436,7 @@ class FSDPModule(TorchFSDPModule):
         group.set_comm(hook=hook, stream=stream)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """No effect: NCCL's memory is registered by fsdp_c's transport.
+        """No effect: fsdp_c's buffers are memory of torch's allocator.
 
         Args:
             enable: Ignored.
@@ -448,7 +448,7 @@ class FSDPModule(TorchFSDPModule):
             group.comms.check_own_memory("set_allocate_memory_from_process_group")
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """No effect: NCCL's memory is registered by fsdp_c's transport.
+        """No effect: fsdp_c's buffers are memory of torch's allocator.
 
         Args:
             backend: ``"NCCL"``, the only one.

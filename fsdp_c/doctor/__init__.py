@@ -236,18 +236,6 @@ def _gloo_rows(machine: Machine) -> Iterator[Row]:
     yield Row(_SECTION, "gloo, several hosts", _FLAT_GLOO if is_flat else _GLOO)
 
 
-def _windows_row(version: str) -> Row:
-    name = "symmetric windows"
-    if tuple(map(int, version.split("."))) < (2, 27, 0):
-        value = f"none: NCCL {version} has none"
-        return Row(_SECTION, name, value, "warning", "install NCCL 2.27 or newer")
-    value = (
-        f"tried, because of FSDP_C_NCCL_SYMMETRIC=1; {_NOT_RUN}. After some steps "
-        "fsdp_c._native.transport(group, device) says where they stand"
-    )
-    return Row(_SECTION, name, value)
-
-
 def _nccl_rows(machine: Machine) -> Iterator[Row]:
     parts = machine.parts
     why_not = parts["why_no_nccl"]
@@ -268,8 +256,6 @@ def _nccl_rows(machine: Machine) -> Iterator[Row]:
         which = ", for groups of any backend on a device" if is_forced else ""
         value = f"NCCL directly{which}; {_NOT_RUN}, FSDP_C_NCCL=0 goes back to c10d"
         yield Row(_SECTION, "nccl", value)
-        if machine.env.get("FSDP_C_NCCL_SYMMETRIC") == "1":
-            yield _windows_row(parts["nccl_version"])
 
     if not why_not:
         found = f"{parts['nccl_version']}, {parts['nccl_origin']}: {parts['nccl_path']}"

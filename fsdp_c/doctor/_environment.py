@@ -49,21 +49,10 @@ SWITCHES = (
         "the file of libnccl; used for groups of any backend on a device",
     ),
     Switch(
-        "FSDP_C_NCCL_REGISTER",
-        "0",
-        "1: register the arena's blocks with NCCL, for zero-copy collectives",
-    ),
-    Switch(
         "FSDP_C_NCCL_SPLIT",
         "0",
         "1: reductions have a communicator of their own beside the gathers'; the "
         "same on all ranks",
-    ),
-    Switch(
-        "FSDP_C_NCCL_SYMMETRIC",
-        "0",
-        "1: the arena's blocks become NCCL's symmetric windows where all ranks use "
-        "them alike (2.27 and newer, NVLink); rank 0's value counts",
     ),
     Switch(
         "FSDP_C_POST_MORTEM_SECONDS",

@@ -40,7 +40,6 @@ static const char *g_base;
 static struct fsdp_nccl_comm g_comms[MAX_COMMS];
 static int64_t g_num_comms;
 static int64_t g_num_ids;
-static int64_t g_num_windows;
 static int64_t g_fail_at;
 static int g_fail_result;
 static bool g_fail_polls;
@@ -79,7 +78,6 @@ void nccl_fake_reset(void) {
   memset(g_comms, 0, sizeof g_comms);
   g_num_comms = 0;
   g_num_ids = 0;
-  g_num_windows = 0;
   g_fail_at = -1;
   g_num_aborts_begun = 0;
   g_num_launching = 0;
@@ -154,13 +152,6 @@ int64_t nccl_fake_num_live(void) {
   int64_t num = 0;
   lock();
   for (int64_t i = 0; i < g_num_comms; i++) num += g_comms[i].is_live ? 1 : 0;
-  unlock();
-  return num;
-}
-
-int64_t nccl_fake_num_windows(void) {
-  lock();
-  const int64_t num = g_num_windows;
   unlock();
   return num;
 }
@@ -487,69 +478,6 @@ static int fake_all_reduce(const void *send, void *receive, size_t numel,
   return collect("all_reduce", tail, send, receive, numel, dtype, comm, stream);
 }
 
-static int fake_register(fsdp_nccl_comm *comm, void *buffer, size_t nbytes,
-                         void **handle) {
-  int result = FSDP_NCCL_SUCCESS;
-  enter(comm, "register");
-  if (is_chosen()) {
-    result = g_fail_result;
-  } else {
-    write_line("register %" PRId64 " +%td %zu\n", number(comm),
-               (const char *)buffer - g_base, nbytes);
-    *handle = (char *)buffer + number(comm);
-  }
-  leave(comm);
-  return result;
-}
-
-static int fake_deregister(fsdp_nccl_comm *comm, void *handle) {
-  enter(comm, "deregister");
-  write_line("deregister %" PRId64 " +%td\n", number(comm),
-             (const char *)handle - g_base - number(comm));
-  leave(comm);
-  return FSDP_NCCL_SUCCESS;
-}
-
-static int fake_mem_alloc(void **buffer, size_t nbytes) {
-  *buffer = malloc(nbytes);
-  return FSDP_NCCL_SUCCESS;
-}
-
-static int fake_mem_free(void *buffer) {
-  free(buffer);
-  return FSDP_NCCL_SUCCESS;
-}
-
-/* A window is the place of its buffer. */
-static int fake_window_register(fsdp_nccl_comm *comm, void *buffer,
-                                size_t nbytes, fsdp_nccl_window **window,
-                                int flags) {
-  int result = FSDP_NCCL_SUCCESS;
-  enter(comm, "window");
-  *window = NULL;
-  write_line("window %" PRId64 " +%td %zu%s\n", number(comm),
-             (const char *)buffer - g_base, nbytes,
-             flags == FSDP_NCCL_WINDOW_SYMMETRIC ? "" : " FLAGS");
-  if (is_chosen()) {
-    result = g_fail_result;
-  } else if (g_settings[NCCL_FAKE_NO_WINDOWS] == 0) {
-    *window = buffer;
-    g_num_windows++;
-  }
-  leave(comm);
-  return result;
-}
-
-static int fake_window_deregister(fsdp_nccl_comm *comm,
-                                  fsdp_nccl_window *window) {
-  enter(comm, "window_end");
-  write_line("window_end %" PRId64 " +%td\n", number(comm),
-             (const char *)window - g_base);
-  g_num_windows--;
-  leave(comm);
-  return FSDP_NCCL_SUCCESS;
-}
-
 fsdp_nccl_library nccl_fake_library(void) {
   const fsdp_nccl_library library = {
       .api =
@@ -569,13 +497,7 @@ fsdp_nccl_library nccl_fake_library(void) {
               .all_reduce = fake_all_reduce,
               .broadcast = fake_broadcast,
               .get_last_error = fake_last_error,
-              .comm_register = fake_register,
-              .comm_deregister = fake_deregister,
               .comm_revoke = fake_revoke,
-              .mem_alloc = fake_mem_alloc,
-              .mem_free = fake_mem_free,
-              .comm_window_register = fake_window_register,
-              .comm_window_deregister = fake_window_deregister,
           },
       .version = 22703,
       .origin = FSDP_NCCL_FORCED,

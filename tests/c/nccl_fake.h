@@ -41,7 +41,6 @@ typedef enum nccl_fake_setting {
    * or revoked (then they do not). */
   NCCL_FAKE_BLOCKING,
   NCCL_FAKE_ABORTS_AWAITED, /* aborts wait until so many have begun */
-  NCCL_FAKE_NO_WINDOWS,     /* registering one succeeds and makes none */
   NCCL_FAKE_INITS_WAIT,     /* so many communicators, the first, are not made */
   NCCL_FAKE_GRAPHS_LIVE,    /* finalizing waits until there are none */
   NCCL_FAKE_NUM_SETTINGS
@@ -64,8 +63,6 @@ fsdp_nccl_config nccl_fake_config(void);
 
 /* Communicators that were made, and not aborted or destroyed since. */
 int64_t nccl_fake_num_live(void);
-/* Windows that are registered. */
-int64_t nccl_fake_num_windows(void);
 
 /* The store. Call number `index` from now fails; -1: none. */
 fsdp_store nccl_fake_store(void);

@@ -27,14 +27,6 @@ typedef struct world_event {
 static nccl_world *g_world;
 static int64_t g_rank;
 static _Atomic int64_t g_failing_launch;
-static int64_t g_failing_window = -1;
-static struct {
-  const struct fsdp_nccl_comm *comm; /* NULL: deregistered */
-  const char *data;
-  size_t nbytes;
-  int64_t number; /* in the communicator */
-} g_windows[NCCL_WORLD_MAX_WINDOWS * NCCL_WORLD_MAX_GROUPS];
-static int g_num_windows;
 static _Atomic bool g_is_silent;
 /* Never freed: whoever uses one after its end is told. */
 static struct fsdp_nccl_comm g_comms[NCCL_WORLD_MAX_GROUPS];
@@ -194,34 +186,8 @@ static int world_group_call(void) {
   return FSDP_NCCL_SUCCESS;
 }
 
-/* The window of `data` and the offset in it, as one number; 1: in none. */
-static int64_t place_of(const fsdp_nccl_comm *comm, const char *data) {
-  for (int i = 0; i < g_num_windows; i++) {
-    if (g_windows[i].comm != comm || data < g_windows[i].data ||
-        data >= g_windows[i].data + g_windows[i].nbytes) {
-      continue;
-    }
-    return (g_windows[i].number + 1) * 65536 + (data - g_windows[i].data);
-  }
-  return 1;
-}
-
-/* NCCL would write to the wrong memory, or hang. */
-static void check_place(const fsdp_nccl_comm *comm, int64_t num,
-                        const char *data) {
-  const int64_t place = place_of(comm, data);
-  int64_t first = 0;
-  if (num >= NCCL_WORLD_MAX_LAUNCHES) abort();
-  if (place != 1) atomic_fetch_add(&comm->group->num_in_windows, 1);
-  if (!atomic_compare_exchange_strong(&comm->group->places[num], &first,
-                                      place) &&
-      first != place) {
-    note_wrong("launch at another place than the other ranks");
-  }
-}
-
 /* The first launch connects, and waits for the others in it. */
-static int launch(fsdp_nccl_comm *comm, const void *buffer) {
+static int launch(fsdp_nccl_comm *comm) {
   int result = FSDP_NCCL_SUCCESS;
   enter(comm, "launch");
   if (atomic_fetch_sub(&g_failing_launch, 1) == 0) {
@@ -230,7 +196,6 @@ static int launch(fsdp_nccl_comm *comm, const void *buffer) {
     result = FSDP_NCCL_REMOTE_ERROR;
   } else {
     const int64_t num = atomic_fetch_add(&comm->group->launched[g_rank], 1) + 1;
-    check_place(comm, num, buffer);
     if (num == 1) result = wait_for_peers(comm, 1);
   }
   t_last = comm;
@@ -240,97 +205,21 @@ static int launch(fsdp_nccl_comm *comm, const void *buffer) {
 
 static int world_all_gather(const void *send, void *receive, size_t numel,
                             int dtype, fsdp_nccl_comm *comm, void *stream) {
-  (void)send, (void)numel, (void)dtype, (void)stream;
-  return launch(comm, receive);
+  (void)send, (void)receive, (void)numel, (void)dtype, (void)stream;
+  return launch(comm);
 }
 
 static int world_broadcast(const void *send, void *receive, size_t numel,
                            int dtype, int root, fsdp_nccl_comm *comm,
                            void *stream) {
-  (void)receive, (void)numel, (void)dtype, (void)root, (void)stream;
-  return launch(comm, send);
+  (void)send, (void)receive, (void)numel, (void)dtype, (void)root, (void)stream;
+  return launch(comm);
 }
 
 static int world_reduce(const void *send, void *receive, size_t numel,
                         int dtype, int op, fsdp_nccl_comm *comm, void *stream) {
-  (void)receive, (void)numel, (void)dtype, (void)op, (void)stream;
-  return launch(comm, send);
-}
-
-void nccl_world_fail_window(int64_t index) {
-  g_failing_window = index;
-}
-
-static int world_mem_alloc(void **buffer, size_t nbytes) {
-  *buffer = malloc(nbytes);
-  return FSDP_NCCL_SUCCESS;
-}
-
-static int world_mem_free(void *buffer) {
-  free(buffer);
-  return FSDP_NCCL_SUCCESS;
-}
-
-/* Whether every rank has registered `num` windows. */
-static bool is_registered(const nccl_world_group *group, int64_t num) {
-  for (int64_t i = 0; i < g_world->world_size; i++) {
-    if (atomic_load(&group->num_registered[i]) < num) return false;
-  }
-  return true;
-}
-
-/* Waits for all ranks to register their windows with this number. */
-static int world_window_register(fsdp_nccl_comm *comm, void *buffer,
-                                 size_t nbytes, fsdp_nccl_window **window,
-                                 int flags) {
-  nccl_world_group *group = comm->group;
-  int64_t first = 0;
-  enter(comm, "window");
-  *window = NULL;
-  const int64_t number = atomic_load(&group->num_registered[g_rank]);
-  if (flags != FSDP_NCCL_WINDOW_SYMMETRIC) note_wrong("flags of a window");
-  if (number >= NCCL_WORLD_MAX_WINDOWS) abort();
-  if (!atomic_compare_exchange_strong(&group->window_nbytes[number], &first,
-                                      (int64_t)nbytes) &&
-      first != (int64_t)nbytes) {
-    note_wrong("size of a window");
-  }
-  const bool fails = g_failing_window == number;
-  if (!fails || !g_world->is_window_left) {
-    (void)atomic_fetch_add(&group->num_registered[g_rank], 1);
-  }
-  while (!fails && !is_registered(group, number + 1)) {
-    if (atomic_load(&comm->is_ending) || has_lost_peer(group)) break;
-    pause_1ms();
-  }
-  if (!fails && is_registered(group, number + 1)) {
-    const int index = g_num_windows++;
-    g_windows[index].comm = comm;
-    g_windows[index].data = buffer;
-    g_windows[index].nbytes = nbytes;
-    g_windows[index].number = number;
-    *window = (fsdp_nccl_window *)(void *)&g_windows[index];
-  }
-  leave(comm);
-  return *window == NULL ? FSDP_NCCL_SYSTEM_ERROR : FSDP_NCCL_SUCCESS;
-}
-
-static int world_window_deregister(fsdp_nccl_comm *comm,
-                                   fsdp_nccl_window *window) {
-  enter(comm, "window's end");
-  for (int i = 0; i < g_num_windows; i++) {
-    if ((void *)&g_windows[i] != (void *)window) continue;
-    if (g_windows[i].comm != comm) note_wrong("window of another");
-    g_windows[i].comm = NULL;
-  }
-  leave(comm);
-  return FSDP_NCCL_SUCCESS;
-}
-
-int64_t nccl_world_num_windows(void) {
-  int64_t num = 0;
-  for (int i = 0; i < g_num_windows; i++) num += g_windows[i].comm != NULL;
-  return num;
+  (void)send, (void)receive, (void)numel, (void)dtype, (void)op, (void)stream;
+  return launch(comm);
 }
 
 fsdp_nccl_library nccl_world_library(void) {
@@ -351,10 +240,6 @@ fsdp_nccl_library nccl_world_library(void) {
               .reduce_scatter = world_reduce,
               .all_reduce = world_reduce,
               .broadcast = world_broadcast,
-              .mem_alloc = world_mem_alloc,
-              .mem_free = world_mem_free,
-              .comm_window_register = world_window_register,
-              .comm_window_deregister = world_window_deregister,
           },
       .version = 22809,
       .path = "world",

@@ -3,9 +3,7 @@
  * this memory. A collective ends when all ranks have launched it, a
  * communicator is made when all ranks have come. Knows how things go wrong: a
  * rank that is gone, a store that is gone or does not answer, a launch that
- * fails, an abort that waits for the other communicator's kernel. Compares what
- * NCCL does not: the sizes of windows, and whether all ranks launch on the same
- * place of the same window, or on none.
+ * fails, an abort that waits for the other communicator's kernel.
  */
 #ifndef FSDP_TESTS_NCCL_WORLD_H
 #define FSDP_TESTS_NCCL_WORLD_H
@@ -20,8 +18,6 @@ enum {
   NCCL_WORLD_MAX_RANKS = 4,
   NCCL_WORLD_MAX_GROUPS = 2,
   NCCL_WORLD_MAX_KEYS = 64,
-  NCCL_WORLD_MAX_LAUNCHES = 512,
-  NCCL_WORLD_MAX_WINDOWS = 16,
   NCCL_WORLD_VALUE_NBYTES = 1024
 };
 
@@ -36,10 +32,6 @@ typedef struct nccl_world_group {
   _Atomic int64_t launched[NCCL_WORLD_MAX_RANKS];
   _Atomic bool is_aborted[NCCL_WORLD_MAX_RANKS];
   _Atomic bool has_left[NCCL_WORLD_MAX_RANKS];
-  _Atomic int64_t num_registered[NCCL_WORLD_MAX_RANKS]; /* windows, ever */
-  _Atomic int64_t window_nbytes[NCCL_WORLD_MAX_WINDOWS];
-  _Atomic int64_t places[NCCL_WORLD_MAX_LAUNCHES]; /* 0: nobody came yet */
-  _Atomic int64_t num_in_windows;                  /* launches of all ranks */
 } nccl_world_group;
 
 typedef struct nccl_world_entry {
@@ -52,8 +44,6 @@ typedef struct nccl_world_entry {
 typedef struct nccl_world {
   int64_t world_size;
   bool is_death_noticed; /* by NCCL, as a closed connection */
-  /* A rank whose registration fails leaves the others waiting in theirs. */
-  bool is_window_left;
   _Atomic bool is_dead[NCCL_WORLD_MAX_RANKS];
   _Atomic int store_mode;
   _Atomic int64_t num_wrong; /* calls that no caller may make */
@@ -69,13 +59,8 @@ void nccl_world_init(nccl_world *world, int64_t world_size);
 /* Of this process: which rank it is, and its launch that fails (from 0; -1:
  * none). Before anything else here. */
 void nccl_world_enter(nccl_world *world, int64_t rank, int64_t failing_launch);
-/* The registration of a window that fails, likewise. It does not wait for the
- * others then. */
-void nccl_world_fail_window(int64_t index);
 /* Before the process goes: its threads hold nothing of the store any more. */
 void nccl_world_be_silent(void);
-/* Windows that this process has registered and not deregistered. */
-int64_t nccl_world_num_windows(void);
 fsdp_nccl_library nccl_world_library(void);
 fsdp_store nccl_world_store(void);
 fsdp_nccl_events nccl_world_events(void);

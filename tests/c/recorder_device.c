@@ -111,11 +111,6 @@ static void block_free(void *context, void *block, int64_t nbytes) {
   free_known_block(self, block, false, nbytes);
 }
 
-static bool memory_release(void *context) {
-  recorder_priv_write_line(context, "release_memory");
-  return false;
-}
-
 static fsdp_status host_alloc(void *context, int64_t nbytes, void **block,
                               fsdp_error *error) {
   recorder *self = context;
@@ -321,7 +316,6 @@ fsdp_device_ops recorder_priv_device_ops(recorder *self) {
       .context = self,
       .block_alloc = block_alloc,
       .block_free = block_free,
-      .memory_release = memory_release,
       .host_alloc = host_alloc,
       .host_free = host_free,
       .event_create = event_create,

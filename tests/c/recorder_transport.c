@@ -122,11 +122,6 @@ static fsdp_status all_reduce(fsdp_transport *transport, const fsdp_call *call,
   return FSDP_OK;
 }
 
-static bool can_capture(fsdp_transport *transport) {
-  (void)transport;
-  return true;
-}
-
 fsdp_group recorder_group(recorder *self, int64_t rank, int64_t world_size,
                           bool wants_scratch) {
   recorder_transport *made = recorder_priv_must(malloc(sizeof *made));
@@ -136,7 +131,7 @@ fsdp_group recorder_group(recorder *self, int64_t rank, int64_t world_size,
                                        .name = "recorder",
                                        .reads_labels = true,
                                        .wants_scratch = wants_scratch,
-                                       .can_capture = can_capture,
+                                       .can_capture = true,
                                        .group_begin = group_begin,
                                        .group_end = group_end,
                                        .all_gather = all_gather,

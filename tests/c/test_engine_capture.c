@@ -113,9 +113,9 @@ TEST(test_refusals) {
   fsdp_transport *transport = m.shard_group.transport;
   fsdp_transport_ops ops = *transport->ops;
   fsdp_transport other = {&ops};
-  ops.can_capture = NULL;
+  ops.can_capture = false;
   fsdp_unit_set_transports(m.units[1].unit, &other, NULL, NULL);
-  check_refused("..do not go through NCCL from C, or are watched");
+  check_refused("..do not go through NCCL from C; python -m fsdp_c doctor");
   fsdp_unit_set_transports(m.units[1].unit, transport, NULL, NULL);
   PLAY("sync none");
   check_refused("..it is in no_sync; leave no_sync first");

@@ -164,18 +164,12 @@ TEST(test_old_library) {
   const fsdp_store store = nccl_fake_store();
   fsdp_transport *transport = NULL;
   fsdp_error error = {0};
-  library.api.comm_register = NULL;
-  library.api.comm_deregister = NULL;
   library.api.comm_revoke = NULL;
   library.api.get_last_error = NULL;
   nccl_fake_reset();
   CHECK_OK(
       fsdp_nccl_create(&library, &options, &store, 0, 2, &transport, &error));
   nccl_fixture_connect(transport);
-  nccl_fake_clear_tape();
-  CHECK_OK(fsdp_nccl_register(transport, nccl_fixture_memory, 64, &error));
-  fsdp_nccl_deregister(transport, nccl_fixture_memory);
-  CHECK_TEXT(nccl_fake_tape(), "");
   nccl_fake_set(NCCL_FAKE_ASYNC_ERROR, FSDP_NCCL_REMOTE_ERROR);
   CHECK_FAILS(transport->ops->check(transport, &error), FSDP_BACKEND,
               error.message, "..NCCL result 6 (remote error)");
@@ -258,40 +252,6 @@ TEST(test_in_progress_for_too_long) {
   nccl_fixture_leave(transport);
 }
 
-TEST(test_registration) {
-  fsdp_transport *transport = nccl_fixture_open(0, 2);
-  char *memory = nccl_fixture_memory;
-  fsdp_error error = {0};
-  nccl_fake_clear_tape();
-  CHECK_OK(fsdp_nccl_register(transport, memory, 64, &error));
-  CHECK_OK(fsdp_nccl_register(transport, memory + 64, 32, &error));
-  CHECK(fsdp_nccl_register(transport, memory, 64, &error) ==
-        FSDP_INVALID_STATE);
-  fsdp_nccl_deregister(transport, memory);
-  fsdp_nccl_deregister(transport, memory);
-  CHECK_LINES(nccl_fake_tape(),
-              "register 0 +0 64; register 1 +0 64; register 0 +64 32; "
-              "register 1 +64 32; deregister 0 +0; deregister 1 +0");
-
-  /* A failure leaves nothing registered and the transport healthy. */
-  for (int64_t i = 0; i < 2; i++) {
-    nccl_fake_clear_tape();
-    nccl_fake_fail_at(i, FSDP_NCCL_SYSTEM_ERROR, false);
-    CHECK_FAILS(fsdp_nccl_register(transport, memory, 64, &error), FSDP_BACKEND,
-                error.message, "..does not register 64 bytes");
-    CHECK_TEXT(nccl_fake_tape(),
-               i == 0 ? "" : "register 0 +0 64\nderegister 0 +0\n");
-  }
-  CHECK_OK(transport->ops->check(transport, NULL));
-  CHECK_OK(fsdp_nccl_register(transport, memory, 64, &error));
-
-  nccl_fake_clear_tape();
-  nccl_fixture_leave(transport);
-  CHECK_LINES(nccl_fake_tape(),
-              "deregister 0 +64; deregister 0 +0; finalize 0; destroy 0; "
-              "deregister 1 +64; deregister 1 +0; finalize 1; destroy 1");
-}
-
 /* The tape is `text`, then both aborts, which come side by side. */
 static void check_tape_and_aborts(const char *text) {
   char expected[256];
@@ -317,7 +277,6 @@ TEST(test_leaving) {
   options.leave_ms = 20;
   transport = nccl_fixture_join(&options, 0, 2);
   CHECK_OK(nccl_fixture_gather(transport, NULL, NULL));
-  CHECK_OK(fsdp_nccl_register(transport, nccl_fixture_memory, 64, NULL));
   nccl_fake_hold_events(true); /* the device does not end */
   nccl_fake_clear_tape();
   nccl_fixture_leave(transport);
@@ -358,9 +317,6 @@ TEST(test_every_allocation_can_fail) {
       status = transport->ops->all_reduce(transport, &call, nccl_fixture_memory,
                                           1, NCCL_F32, NULL, &error);
     }
-    if (status == FSDP_OK) {
-      status = fsdp_nccl_register(transport, nccl_fixture_memory, 8, &error);
-    }
     fsdp_alloc_fail_at(-1);
     if (transport != NULL) {
       CHECK_OK(transport->ops->check(transport, NULL));
@@ -371,7 +327,7 @@ TEST(test_every_allocation_can_fail) {
     CHECK_I64(nccl_fake_num_events(), 0);
     CHECK_LACKS(nccl_fake_tape(), "WRONG");
     if (status == FSDP_OK) {
-      CHECK_I64(i, 5); /* transport, prefix, 2 groups, registration */
+      CHECK_I64(i, 4); /* transport, prefix, 2 groups */
       break;
     }
     CHECK(status == FSDP_OUT_OF_MEMORY && error.status == status);

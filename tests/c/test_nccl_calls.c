@@ -58,24 +58,17 @@ TEST(test_made_when_needed) {
   fsdp_transport *transport = create(&options, 22703);
   CHECK_TEXT(nccl_fake_tape(), "");
   CHECK_I64(nccl_fake_num_store_calls(), 0);
-  /* Memory that is registered before its communicators are there. */
-  CHECK_OK(fsdp_nccl_register(transport, memory, 64, NULL));
-  CHECK_OK(fsdp_nccl_register(transport, memory + 64, 32, NULL));
-  fsdp_nccl_deregister(transport, memory + 64);
-  CHECK_TEXT(nccl_fake_tape(), "");
   CHECK_OK(nccl_fixture_gather(transport, NULL, NULL));
   CHECK_OK(nccl_fixture_gather(transport, NULL, NULL));
-  CHECK_LINES(
-      nccl_fake_tape(),
-      "init 0 id0 rank 0/2; register 0 +0 64; all_gather 0 u8 16 +0 +0 s1; "
-      "all_gather 0 u8 16 +0 +0 s1");
+  CHECK_LINES(nccl_fake_tape(),
+              "init 0 id0 rank 0/2; all_gather 0 u8 16 +0 +0 s1; "
+              "all_gather 0 u8 16 +0 +0 s1");
   nccl_fake_clear_tape();
   const fsdp_call call = nccl_fixture_call(FSDP_CHANNEL_REDUCE, 2, NULL);
   CHECK_OK(transport->ops->all_reduce(transport, &call, memory, 1, NCCL_F32,
                                       NULL, NULL));
-  CHECK_LINES(
-      nccl_fake_tape(),
-      "init 1 id1 rank 0/2; register 1 +0 64; all_reduce 1 f32 1 +0 +0 op0 s2");
+  CHECK_LINES(nccl_fake_tape(),
+              "init 1 id1 rank 0/2; all_reduce 1 f32 1 +0 +0 op0 s2");
   nccl_fixture_leave(transport);
 }
 

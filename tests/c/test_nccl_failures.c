@@ -8,7 +8,7 @@
 #include "nccl/nccl_priv.h"
 #include "nccl_fixture.h"
 
-/* What a rank does: joins, runs a unit twice, registers memory. */
+/* What a rank does: joins, runs a unit twice. */
 static fsdp_status run_script(const fsdp_nccl_options *options,
                               fsdp_transport **transport, fsdp_error *error) {
   const fsdp_nccl_library library = nccl_fake_library();
@@ -37,9 +37,6 @@ static void check_stays_failed(fsdp_transport *transport,
   CHECK_TEXT(error.message, first->message);
   CHECK(transport->ops->check(transport, &error) == first->status);
   CHECK_TEXT(error.message, first->message);
-  CHECK(fsdp_nccl_register(transport, nccl_fixture_memory, 8, &error) ==
-        first->status);
-  fsdp_nccl_deregister(transport, nccl_fixture_memory);
   CHECK_TEXT(nccl_fake_tape(), "");
 }
 

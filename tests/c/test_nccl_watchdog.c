@@ -183,9 +183,6 @@ TEST(test_fork) {
     is_right = is_right &&
                strstr(error.message, "was forked from the one that") != NULL;
     is_right = is_right && transport->ops->check(transport, &error) == FSDP_OK;
-    is_right = is_right && fsdp_nccl_register(transport, nccl_fixture_memory, 8,
-                                              &error) == FSDP_OK;
-    fsdp_nccl_deregister(transport, nccl_fixture_memory);
     transport->ops->destroy(transport);
     is_right = is_right && fsdp_alloc_live() == 0;
     is_right = is_right && strcmp(nccl_fake_tape(), "") == 0;
@@ -220,12 +217,6 @@ static void *work(void *argument) {
                              self->transport, &call, nccl_fixture_memory, 4,
                              NCCL_F32, NULL, NULL)
                        : nccl_fixture_gather(self->transport, "gather", NULL);
-    if (i % 100 == 0) {
-      char *memory = nccl_fixture_memory + (self->is_reduce ? 64 : 0);
-      if (fsdp_nccl_register(self->transport, memory, 8, NULL) == FSDP_OK) {
-        fsdp_nccl_deregister(self->transport, memory);
-      }
-    }
   }
   return NULL;
 }

@@ -42,7 +42,6 @@ KEYS = {
     "partial_grad_nbytes",
     "scratch_nbytes",
     "ring_nbytes",
-    "symmetric_nbytes",
     "num_iterations",
     "num_all_gathers",
     "num_reduces",

@@ -451,9 +451,4 @@ FAULTS = (
             "if (MUTANT) FSDP_TRY(fsdp_engine_join_host(engine, error));",
         ),
     ),
-    core_fault(
-        "kept memory stays where memory is short",
-        "fsdp_arena_trim",
-        never("ops->memory_release != NULL"),
-    ),
 )

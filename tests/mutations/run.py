@@ -53,7 +53,6 @@ GENERAL_ON_FAKE = (
     "fakecuda/test_memory.py",
     "fakecuda/test_ending.py",
     "fakecuda/test_gloo.py",
-    "fakecuda/test_symmetric.py",
     "fakecuda/test_offload.py",
     "test_strategies.py",
     "test_gradient_accumulation.py",

@@ -234,17 +234,6 @@ def test_what_carries_nccl_groups(
     assert _value("nccl", has_nccl=has_nccl, env=env).startswith(start)
 
 
-def test_symmetric_windows() -> None:
-    env = {"FSDP_C_NCCL_SYMMETRIC": "1"}
-    name = "symmetric windows"
-    value = _value(name, has_nccl=True, env=env)
-    assert value.startswith("tried, because of FSDP_C_NCCL_SYMMETRIC=1; not run on a")
-    parts = {**PARTS, "nccl_version": "2.26.5"}
-    value = _value(name, has_nccl=True, env=env, parts=parts)
-    assert value == "none: NCCL 2.26.5 has none"
-    assert name not in {row.name for row in doctor.rows(HEALTHY)}
-
-
 def test_which_libnccl() -> None:
     assert _value("libnccl") == "2.27.3, already loaded: /lib/libnccl.so.2"
     parts = {**PARTS, "why_no_nccl": "libnccl.so.2: no such file"}

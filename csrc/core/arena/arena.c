@@ -356,13 +356,10 @@ fsdp_status fsdp_arena_settle(fsdp_arena *arena, fsdp_error *error) {
 }
 
 bool fsdp_arena_trim(fsdp_arena *arena) {
-  const fsdp_device_ops *ops = arena->ops;
   const int64_t num_frees = arena->stats.num_frees;
   fsdp_arena_unreserve(arena);
   (void)!fsdp_arena_settle(arena, NULL); /* whoever waits next reports it */
-  const bool any =
-      ops->memory_release != NULL && ops->memory_release(ops->context);
-  return any || arena->stats.num_frees > num_frees;
+  return arena->stats.num_frees > num_frees;
 }
 
 void fsdp_arena_get_stats(const fsdp_arena *arena, fsdp_arena_stats *stats) {

@@ -51,9 +51,6 @@ typedef struct fsdp_device_ops {
    * waits for what COMPUTE has then, and before a block is freed COMPUTE has
    * waited for all other lanes that used it. Cannot fail. */
   void (*block_free)(void *context, void *block, int64_t nbytes);
-  /* Lets memory go that was kept for later blocks; may be slow. Whether there
-   * was any. May be NULL: none is kept. Cannot fail. */
-  bool (*memory_release)(void *context);
   /* Blocks in host memory (pinned where there is an accelerator). */
   fsdp_status (*host_alloc)(void *context, int64_t nbytes, void **block,
                             fsdp_error *error);

@@ -48,8 +48,6 @@ typedef struct fsdp_call {
   fsdp_channel channel;
   void *stream;      /* the device's; NULL on a host transport */
   const char *label; /* unit and operation, for errors; copied; may be NULL */
-  int64_t unit;      /* its number in the process, from 1; 0: of no unit. Names
-                        do not tell units of several models apart */
   void *scratch;     /* of reduce_scatter: fsdp_scratch_numel(); NULL: none */
   bool is_captured;  /* into a graph: it runs later, and more than once */
 } fsdp_call;
@@ -137,8 +135,8 @@ typedef struct fsdp_transport_ops {
   bool reads_labels;
   /* Whether reduce_scatter is faster with scratch memory. */
   bool wants_scratch;
-  /* Whether its calls may be captured in a graph of the device. NULL: never. */
-  bool (*can_capture)(fsdp_transport *transport);
+  /* Whether its calls may be captured in a graph of the device. */
+  bool can_capture;
 
   /* Leaves the group without waiting for the others. NULL is fine. */
   void (*destroy)(fsdp_transport *transport);

@@ -23,10 +23,9 @@ static fsdp_status refuse(const fsdp_unit *unit, const char *why,
 }
 
 static bool can_capture(const fsdp_group *group) {
-  fsdp_transport *transport = group->transport;
+  const fsdp_transport *transport = group->transport;
   if (group->world_size < 2) return true;
-  return transport != NULL && transport->ops->can_capture != NULL &&
-         transport->ops->can_capture(transport);
+  return transport != NULL && transport->ops->can_capture;
 }
 
 /* What runs Python, or frees memory in its own way, has never been captured. */
@@ -55,12 +54,8 @@ static fsdp_status check_unit(const fsdp_unit *unit, fsdp_error *error) {
   if (!can_capture(&unit->options.shard_group) ||
       !can_capture(&unit->options.replica_group) ||
       !can_capture(&unit->options.part_group)) {
-    return refuse(unit,
-                  "its collectives do not go through NCCL from C, or are "
-                  "watched for symmetric windows",
-                  "python -m fsdp_c doctor says which; unset "
-                  "FSDP_C_NCCL_SYMMETRIC",
-                  error);
+    return refuse(unit, "its collectives do not go through NCCL from C",
+                  "python -m fsdp_c doctor says what carries them", error);
   }
   return FSDP_OK;
 }

@@ -1,15 +1,10 @@
 /* Engine and units: creation, destruction, settings, reset after a failure. */
 #include <inttypes.h>
-#include <stdatomic.h>
 #include <string.h>
 
 #include "base/alloc.h"
 #include "base/arith.h"
 #include "runtime/engine_priv.h"
-
-/* How often a unit was added to an engine: it numbers units, because engines
- * that take turns on one group have units of the same names in other memory. */
-static _Atomic int64_t g_num_added = 0;
 
 /* Engine ------------------------------------------------------------------ */
 
@@ -399,7 +394,6 @@ fsdp_status fsdp_engine_add_unit(fsdp_engine *engine, fsdp_unit *unit,
   unit->engine = engine;
   unit->settings.sync = engine->sync;
   unit->index = (int64_t)engine->num_units;
-  unit->number = atomic_fetch_add(&g_num_added, 1) + 1;
   engine->units[engine->num_units++] = unit;
   engine->offloads = engine->offloads || unit->options.offloads;
 done:

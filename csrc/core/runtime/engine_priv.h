@@ -58,9 +58,9 @@ typedef struct fsdp_priv_launch {
   uint64_t ticket; /* of the last one; 0: none was made, or it needs none */
   char label[FSDP_LABEL_NBYTES];
 } fsdp_priv_launch;
-/* Opens the launch of the newest operation in the log, which is the unit's. */
+/* Opens the launch of the newest operation in the log. */
 FSDP_NODISCARD fsdp_status fsdp_engine_priv_open_launch(
-    const fsdp_unit *unit, fsdp_lane lane, const fsdp_group *group,
+    fsdp_engine *engine, fsdp_lane lane, const fsdp_group *group,
     fsdp_priv_launch *launch, fsdp_error *error);
 /* Closes it, also after a failure: `status` and `error` are those of opening it
  * and of its calls. */

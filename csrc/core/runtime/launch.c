@@ -6,11 +6,10 @@
 
 #include "runtime/engine_priv.h"
 
-fsdp_status fsdp_engine_priv_open_launch(const fsdp_unit *unit, fsdp_lane lane,
+fsdp_status fsdp_engine_priv_open_launch(fsdp_engine *engine, fsdp_lane lane,
                                          const fsdp_group *group,
                                          fsdp_priv_launch *launch,
                                          fsdp_error *error) {
-  const fsdp_engine *engine = unit->engine;
   const fsdp_device_ops *ops = &engine->ops;
   const fsdp_op_log_entry *newest = fsdp_op_log_last(&engine->log);
 
@@ -22,7 +21,6 @@ fsdp_status fsdp_engine_priv_open_launch(const fsdp_unit *unit, fsdp_lane lane,
           lane == FSDP_LANE_UNSHARD ? FSDP_CHANNEL_GATHER : FSDP_CHANNEL_REDUCE,
       .stream = ops->stream == NULL ? NULL : ops->stream(ops->context, lane),
       .is_captured = engine->is_capturing,
-      .unit = unit->number,
   };
   if (group->transport->ops->reads_labels) {
     launch->call.label = launch->label;

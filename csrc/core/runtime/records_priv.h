@@ -97,7 +97,6 @@ struct fsdp_unit {
   char *name;
   fsdp_engine *engine; /* engine.c: borrowed; NULL: in no engine */
   int64_t index;       /* engine.c: in engine->units */
-  int64_t number;      /* engine.c: among all that ever came to an engine */
 
   int64_t num_segments;
   fsdp_unit_segment *segments; /* num_segments, then that of the marks */

@@ -222,8 +222,8 @@ fsdp_status fsdp_unit_priv_start_parts(fsdp_unit *unit, fsdp_error *error) {
   fsdp_op_log_add(&engine->log, "reduce_scatter", unit->name);
   const fsdp_priv_span span =
       fsdp_engine_priv_begin(engine, FSDP_TIMELINE_REDUCE_SCATTER);
-  status = fsdp_engine_priv_open_launch(unit, FSDP_LANE_REDUCE, group, &launch,
-                                        error);
+  status = fsdp_engine_priv_open_launch(engine, FSDP_LANE_REDUCE, group,
+                                        &launch, error);
   if (status == FSDP_OK) {
     status = group->transport->ops->reduce_parts(group->transport, &launch.call,
                                                  &parts, &launch.ticket, error);

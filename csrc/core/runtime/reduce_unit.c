@@ -55,8 +55,8 @@ static fsdp_status reduce_scatter_segments(fsdp_unit *unit, fsdp_error *error) {
   }
   const fsdp_priv_span span =
       fsdp_engine_priv_begin(engine, FSDP_TIMELINE_REDUCE_SCATTER);
-  status = fsdp_engine_priv_open_launch(unit, FSDP_LANE_REDUCE, group, &launch,
-                                        error);
+  status = fsdp_engine_priv_open_launch(engine, FSDP_LANE_REDUCE, group,
+                                        &launch, error);
   const int64_t num_segments = fsdp_unit_priv_num_reduced(unit);
   for (int64_t i = 0; status == FSDP_OK && i < num_segments; i++) {
     const fsdp_unit_segment *segment = &unit->segments[i];
@@ -100,7 +100,7 @@ static fsdp_status all_reduce_segments(fsdp_unit *unit, fsdp_error *error) {
   const fsdp_priv_span span =
       fsdp_engine_priv_begin(engine, FSDP_TIMELINE_ALL_REDUCE);
   int64_t nbytes = 0;
-  fsdp_status status = fsdp_engine_priv_open_launch(unit, FSDP_LANE_REPLICATE,
+  fsdp_status status = fsdp_engine_priv_open_launch(engine, FSDP_LANE_REPLICATE,
                                                     group, &launch, error);
   const int64_t num_segments = fsdp_unit_priv_num_reduced(unit);
   for (int64_t i = 0; status == FSDP_OK && i < num_segments; i++) {

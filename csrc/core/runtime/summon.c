@@ -224,8 +224,8 @@ static fsdp_status write_back_resident(fsdp_unit *unit, fsdp_error *error) {
   FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_UNSHARD,
                                       FSDP_LANE_COMPUTE, engine->compute_done,
                                       error));
-  status = fsdp_engine_priv_open_launch(unit, FSDP_LANE_UNSHARD, group, &launch,
-                                        error);
+  status = fsdp_engine_priv_open_launch(engine, FSDP_LANE_UNSHARD, group,
+                                        &launch, error);
   for (int64_t i = 0; status == FSDP_OK && i < unit->num_segments; i++) {
     const fsdp_segment *segment = unit->segments[i].layout;
     if (segment->padded_numel == 0) continue;

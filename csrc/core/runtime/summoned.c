@@ -98,7 +98,7 @@ static fsdp_status gather_slots(fsdp_unit *unit, bool is_grad,
   fsdp_priv_launch launch;
 
   fsdp_op_log_add(&engine->log, "all_gather (summon)", unit->name);
-  fsdp_status status = fsdp_engine_priv_open_launch(unit, FSDP_LANE_UNSHARD,
+  fsdp_status status = fsdp_engine_priv_open_launch(engine, FSDP_LANE_UNSHARD,
                                                     group, &launch, error);
   for (int64_t i = 0; status == FSDP_OK && i < unit->num_segments; i++) {
     const int64_t shard_numel = unit->segments[i].layout->shard_numel;
@@ -187,8 +187,8 @@ static fsdp_status broadcast_over(fsdp_unit *unit, bool is_grad,
   fsdp_priv_launch launch;
 
   if (group->world_size == 1) return FSDP_OK;
-  fsdp_status status = fsdp_engine_priv_open_launch(unit, FSDP_LANE_UNSHARD,
-                                                    group, &launch, error);
+  fsdp_status status = fsdp_engine_priv_open_launch(
+      unit->engine, FSDP_LANE_UNSHARD, group, &launch, error);
   for (int64_t i = 0; status == FSDP_OK && i < unit->num_segments; i++) {
     const int64_t numel = unit->segments[i].layout->padded_numel;
     if (whole->data[i] == NULL || numel == 0) continue;

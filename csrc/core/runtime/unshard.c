@@ -204,7 +204,7 @@ static fsdp_status gather_segments(fsdp_unit *unit, bool of_parts,
       fsdp_engine_priv_begin(engine, FSDP_TIMELINE_ALL_GATHER);
   const bool is_custom = (unit->settings.custom & FSDP_CUSTOM_ALL_GATHER) != 0;
   int64_t nbytes = 0;
-  fsdp_status status = fsdp_engine_priv_open_launch(unit, FSDP_LANE_UNSHARD,
+  fsdp_status status = fsdp_engine_priv_open_launch(engine, FSDP_LANE_UNSHARD,
                                                     group, &launch, error);
   if (status == FSDP_OK && unit->is_in_place) {
     status = fsdp_unit_priv_open(unit, &launch.call, &launch.ticket, error);

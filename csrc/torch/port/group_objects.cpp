@@ -8,7 +8,6 @@
 #include <string>
 
 #include "torch/bridge.h"
-#include "torch/port/nccl_group.hpp"
 #include "torch/port/transports.hpp"
 
 extern "C" PyObject *fsdp_torch_transport(PyObject *group, PyObject *device) {
@@ -25,11 +24,7 @@ extern "C" PyObject *fsdp_torch_transport(PyObject *group, PyObject *device) {
   }
   const char *name =
       found.transport != nullptr ? found.transport->ops->name : "c10d";
-  std::string text = found.why_c10d;
-  if (found.transport != nullptr && fsdp_torch::is_nccl(*found.transport)) {
-    text = fsdp_torch::describe_windows(*found.transport);
-  }
-  return Py_BuildValue("ss", name, text.c_str());
+  return Py_BuildValue("ss", name, found.why_c10d.c_str());
   END_HANDLE_TH_ERRORS
 }
 

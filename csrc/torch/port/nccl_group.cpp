@@ -5,9 +5,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
 
-#include <algorithm>
 #include <array>
-#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
@@ -147,9 +145,6 @@ bool is_switched_on(const char *name) {
   return value != nullptr && std::strcmp(value, "1") == 0;
 }
 
-// A transport of this process was made to have symmetric windows.
-std::atomic<bool> wants_windows{false};
-
 fsdp_nccl_tuning core_tuning(const NcclTuning &tuning) {
   const auto value = [](const std::optional<int> &each) {
     return each.value_or(FSDP_NCCL_CONFIG_UNDEFINED);
@@ -173,64 +168,8 @@ void know_stream(c10::Stream stream) {
   all.by_handle.insert_or_assign(stream.native_handle(), stream);
 }
 
-bool knows_blocks() {
-  return wants_windows || is_switched_on("FSDP_C_NCCL_REGISTER");
-}
-
 bool is_nccl(const fsdp_transport &transport) {
   return std::strcmp(transport.ops->name, "nccl") == 0;
-}
-
-std::vector<std::shared_ptr<fsdp_transport>> enter_block(
-    const std::vector<std::shared_ptr<fsdp_transport>> &transports, void *block,
-    int64_t nbytes, bool is_symmetric) {
-  // FSDP_C_NCCL_REGISTER: NCCL reaches the blocks without copies. Collectives
-  // on memory that is not registered, or no window, work.
-  const bool is_registered = is_switched_on("FSDP_C_NCCL_REGISTER");
-  std::vector<std::shared_ptr<fsdp_transport>> entered;
-  if (!is_registered && !is_symmetric) return entered;
-  for (const std::shared_ptr<fsdp_transport> &each : transports) {
-    if (is_registered) {
-      (void)!fsdp_nccl_register(each.get(), block, nbytes, nullptr);
-    }
-    if (is_symmetric) {
-      (void)!fsdp_nccl_offer(each.get(), block, nbytes, nullptr);
-    }
-    entered.push_back(each);
-  }
-  return entered;
-}
-
-void leave_block(fsdp_transport &transport, void *block) {
-  fsdp_nccl_deregister(&transport, block);
-  fsdp_nccl_withdraw(&transport, block);
-}
-
-bool wants_symmetric_memory(
-    const std::vector<std::shared_ptr<fsdp_transport>> &transports) {
-  return std::any_of(
-      transports.begin(), transports.end(),
-      [](const auto &each) { return fsdp_nccl_wants_blocks(each.get()); });
-}
-
-c10::DataPtr make_symmetric_memory(int64_t nbytes, c10::Device device) {
-  void *data = nullptr;
-  const auto &api = the_library().library.api;
-  if (api.mem_alloc(&data, static_cast<size_t>(nbytes)) != FSDP_NCCL_SUCCESS) {
-    return {};
-  }
-  return {data, data,
-          [](void *memory) {
-            // Memory that NCCL does not take back is lost.
-            (void)the_library().library.api.mem_free(memory);
-          },
-          device};
-}
-
-std::string describe_windows(fsdp_transport &transport) {
-  std::array<char, 1024> text = {};
-  fsdp_nccl_describe_windows(&transport, text.data(), text.size());
-  return text.data();
 }
 
 NcclLibrary find_nccl() {
@@ -269,8 +208,6 @@ std::shared_ptr<fsdp_transport> join_nccl(
   options.events = &events;
   options.tuning = core_tuning(tuning);
   options.splits_channels = is_switched_on("FSDP_C_NCCL_SPLIT");
-  options.is_symmetric = is_switched_on("FSDP_C_NCCL_SYMMETRIC");
-  wants_windows = wants_windows || options.is_symmetric;
   options.release = release_owner;
   options.owner = owner.get();
   fsdp_transport *transport = nullptr;

@@ -1,14 +1,12 @@
 // The NCCL transport of a process group: which libnccl, which streams.
 #pragma once
 
-#include <c10/core/Allocator.h>
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 
 #include <memory>
 #include <optional>
 #include <string>
-#include <vector>
 
 #include "port/transport.h"
 
@@ -21,28 +19,8 @@ c10::Stream known_stream(void *handle);
 
 bool is_nccl(const fsdp_transport &transport);
 
-// Whether NCCL may be told of blocks at all.
-bool knows_blocks();
-
-// Tells every one of the groups' transports that is NCCL of a new block, and
-// returns these. A block is symmetric if it is of symmetric memory.
-std::vector<std::shared_ptr<fsdp_transport>> enter_block(
-    const std::vector<std::shared_ptr<fsdp_transport>> &transports, void *block,
-    int64_t nbytes, bool is_symmetric);
-void leave_block(fsdp_transport &transport, void *block);
-
 // A graph with the transport's collectives was launched on that stream.
 void watch_replay(fsdp_transport &transport, c10::Stream stream);
-
-// Symmetric memory: from ncclMemAlloc, not from torch's allocator. All ranks
-// can reach it once it is a window (Note [Symmetric windows] in
-// nccl_windows.c). FSDP_C_NCCL_SYMMETRIC=1 asks for it. False where none of the
-// transports can have it; null where NCCL has no memory on the current device.
-bool wants_symmetric_memory(
-    const std::vector<std::shared_ptr<fsdp_transport>> &transports);
-c10::DataPtr make_symmetric_memory(int64_t nbytes, c10::Device device);
-// Where the windows of the transport stand; empty where nobody wants them.
-std::string describe_windows(fsdp_transport &transport);
 
 // The libnccl that this process uses, or would use.
 struct NcclLibrary {

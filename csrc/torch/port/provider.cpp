@@ -7,11 +7,9 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/scalar_tensor.h>
-#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <algorithm>
 #include <optional>
 
 #include "host/kernels.h"
@@ -77,80 +75,19 @@ at::Tensor Provider::host_view(void *data, int64_t nbytes) {
 // allocator that is ordered by streams (cudaMallocAsync). A block that was kept
 // over a change of the step's stream goes back to the older one, which waits
 // for what the newer one did with it. In a capture the memory is the graph's.
-// Memory that NCCL knows (symmetric, or registered) would cost a registration
-// each time. Such blocks are kept for later ones of their size, and only run
-// out of memory gives them back; none is in a graph.
 void *Provider::allocate(int64_t nbytes) {
-  const bool is_captured =
-      engine != nullptr && fsdp_engine_is_capturing(engine);
   Block made;
-  made.nbytes = nbytes;
   if (!has_streams_) {
     made.data = make_kept_host_memory(static_cast<size_t>(nbytes));
-  } else if (knows_blocks() && !is_captured) {
-    if (void *kept = take_kept_block(nbytes)) return kept;
-    make_known_block(&made);
   } else {
-    make_block(&made);
+    made.stream = stream_of(FSDP_LANE_COMPUTE);
+    const c10::StreamGuard guard(*made.stream);  // and its device
+    made.data = c10::GetAllocator(device_.type())
+                    ->allocate(static_cast<size_t>(nbytes));
   }
   void *block = made.data.get();
-  if (made.transports.empty()) {
-    blocks_[block] = std::move(made);
-  } else {
-    made.is_used = true;
-    kept_blocks_.push_back(std::move(made));
-  }
+  blocks_[block] = std::move(made);
   return block;
-}
-
-void Provider::make_block(Block *block) const {
-  block->stream = stream_of(FSDP_LANE_COMPUTE);
-  const c10::StreamGuard guard(*block->stream);  // and its device
-  block->data = c10::GetAllocator(device_.type())
-                    ->allocate(static_cast<size_t>(block->nbytes));
-}
-
-void *Provider::take_kept_block(int64_t nbytes) {
-  for (Block &kept : kept_blocks_) {  // in one order: ranks use equal ones
-    if (kept.is_used || kept.nbytes != nbytes) continue;
-    kept.is_used = true;
-    return kept.data.get();
-  }
-  return nullptr;
-}
-
-void Provider::make_known_block(Block *block) {
-  const auto transports = nccl_transports();
-  const c10::StreamGuard guard(stream_of(FSDP_LANE_COMPUTE));  // its device
-  if (wants_symmetric_memory(transports)) {
-    block->data = make_symmetric_memory(block->nbytes, device_);
-    if (!block->data) {
-      release_cache();  // torch may keep what NCCL needs
-      block->data = make_symmetric_memory(block->nbytes, device_);
-    }
-  }
-  block->is_symmetric = static_cast<bool>(block->data);
-  if (!block->is_symmetric) make_block(block);
-  block->transports = enter_block(transports, block->data.get(), block->nbytes,
-                                  block->is_symmetric);
-}
-
-int64_t Provider::symmetric_nbytes() const {
-  int64_t nbytes = 0;
-  for (const Block &kept : kept_blocks_) {
-    if (kept.is_symmetric) nbytes += kept.nbytes;
-  }
-  return nbytes;
-}
-
-std::vector<std::shared_ptr<fsdp_transport>> Provider::nccl_transports() const {
-  std::vector<std::shared_ptr<fsdp_transport>> found;
-  if (!groups) return found;
-  for (const Group *group : groups()) {
-    if (!group->transport || !is_nccl(*group->transport)) continue;
-    found.push_back(group->transport);
-  }
-  return found;
 }
 
 void Provider::free_block(void *block) {
@@ -160,11 +97,6 @@ void Provider::free_block(void *block) {
     blocks_.erase(block);
     return;
   }
-  for (Block &kept : kept_blocks_) {
-    if (kept.data.get() != block) continue;
-    kept.is_used = false;
-    return;
-  }
   const auto freed = blocks_.extract(block);
   const c10::Stream owner = *freed.mapped().stream;
   const c10::Stream current = stream_of(FSDP_LANE_COMPUTE);
@@ -172,27 +104,6 @@ void Provider::free_block(void *block) {
   c10::Event last_use(device_.type());
   last_use.record(current);
   last_use.block(owner);
-}
-
-bool Provider::drop_kept_blocks() {
-  const auto first_unused =
-      std::stable_partition(kept_blocks_.begin(), kept_blocks_.end(),
-                            [](const Block &kept) { return kept.is_used; });
-  if (first_unused == kept_blocks_.end()) return false;
-  stream_of(FSDP_LANE_COMPUTE).synchronize();
-  std::for_each(first_unused, kept_blocks_.end(), [](const Block &kept) {
-    for (const auto &transport : kept.transports) {
-      leave_block(*transport, kept.data.get());
-    }
-  });
-  kept_blocks_.erase(first_unused, kept_blocks_.end());
-  return true;
-}
-
-void Provider::release_cache() const {
-  auto *allocator =
-      dynamic_cast<c10::DeviceAllocator *>(c10::GetAllocator(device_.type()));
-  if (allocator != nullptr) allocator->emptyCache();  // null: it has none
 }
 
 // Pinned, so that copies need not wait for the host.
@@ -265,14 +176,6 @@ void block_free(void *context, void *block, int64_t /*nbytes*/) {
   try {
     provider_of(context).free_block(block);
   } catch (...) {
-  }
-}
-
-bool memory_release(void *context) {
-  try {
-    return provider_of(context).drop_kept_blocks();
-  } catch (...) {  // a capture of a graph: they stay there
-    return false;
   }
 }
 
@@ -486,7 +389,6 @@ fsdp_device_ops Provider::ops() {
   table.is_host = !has_streams_;
   table.block_alloc = block_alloc;
   table.block_free = block_free;
-  table.memory_release = memory_release;
   table.event_create = event_create;
   table.event_destroy = event_destroy;
   table.event_record = event_record;

@@ -45,10 +45,6 @@ class Provider {
   void *allocate(int64_t nbytes);
   // After what COMPUTE does now.
   void free_block(void *block);
-  // Lets kept blocks go that are not in use. Whether there were any.
-  bool drop_kept_blocks();
-  // Empties the device allocator's cache.
-  void release_cache() const;
   void record(fsdp_event *event, fsdp_lane lane);
   void wait(fsdp_lane lane, fsdp_event *event);
 
@@ -105,9 +101,6 @@ class Provider {
   // known.
   std::vector<int64_t> take_marks() noexcept;
 
-  // Bytes of blocks in symmetric memory, which torch's allocator does not know.
-  int64_t symmetric_nbytes() const;
-
   bool has_streams() const { return has_streams_; }
   // The stream of a lane as the device's own handle.
   void *native_stream(fsdp_lane lane) const;
@@ -140,8 +133,6 @@ class Provider {
                      const std::string &operation) const;
 
   c10::Stream stream_of(fsdp_lane lane) const;
-  // Of the groups; each once.
-  std::vector<std::shared_ptr<fsdp_transport>> nccl_transports() const;
 
   c10::Device device_;
   struct Marks;
@@ -150,20 +141,11 @@ class Provider {
   // By lane; COMPUTE is the current stream, whatever its entry says.
   std::vector<c10::Stream> streams_;
   std::array<HostLane, FSDP_NUM_LANES> host_lanes_;
-  // A block of the arena, and the transports that know its memory.
   struct Block {
     c10::DataPtr data;
-    int64_t nbytes = 0;
-    std::optional<c10::Stream> stream;  // where it is free; none: symmetric
-    std::vector<std::shared_ptr<fsdp_transport>> transports;
-    bool is_symmetric = false;
-    bool is_used = false;  // of a kept one
+    std::optional<c10::Stream> stream;  // where it is free; none on a host
   };
-  void make_block(Block *block) const;
-  void make_known_block(Block *block);
-  void *take_kept_block(int64_t nbytes);
   std::unordered_map<void *, Block> blocks_;
-  std::vector<Block> kept_blocks_;  // Note [Streams of blocks] in provider.cpp
   std::unordered_map<void *, at::Tensor> host_blocks_;
 };
 

@@ -59,24 +59,8 @@ SAME_PLACE(min_ctas, minCTAs);
 SAME_PLACE(max_ctas, maxCTAs);
 SAME_PLACE(net_name, netName);
 SAME_PLACE(split_share, splitShare);
-/* The library copies `nbytes`, which end where comm_name begins, what follows
- * split_share included; or all. */
-_Static_assert(offsetof(fsdp_nccl_config, comm_name) <= sizeof(ncclConfig_t),
-               "prefix");
-#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 28, 0)
-SAME_PLACE(traffic_class, trafficClass);
-SAME_PLACE(comm_name, commName);
-SAME_PLACE(collnet_enable, collnetEnable);
-SAME_PLACE(cta_policy, CTAPolicy);
-SAME_PLACE(shrink_share, shrinkShare);
-SAME_PLACE(nvls_ctas, nvlsCTAs);
-SAME_PLACE(channels_per_net_peer, nChannelsPerNetPeer);
-SAME_PLACE(nvlink_centric_sched, nvlinkCentricSched);
+/* The library copies `nbytes`, what follows split_share included. */
 _Static_assert(sizeof(fsdp_nccl_config) <= sizeof(ncclConfig_t), "prefix");
-SAME_NUMBER(FSDP_NCCL_CTA_ZERO, NCCL_CTA_POLICY_ZERO);
-SAME_NUMBER(FSDP_NCCL_CTA_ZERO_VERSION, NCCL_VERSION(2, 28, 0));
-#endif
-
 /* ---- Signatures: ours and theirs side by side
  * ------------------------------*/
 
@@ -130,29 +114,6 @@ THEIRS(ncclBroadcast, their_result, in, void *, size_t, ncclDataType_t, int,
        ncclComm_t, cudaStream_t);
 OURS(get_last_error, const char *, our_comm);
 THEIRS(ncclGetLastError, const char *, ncclComm_t);
-#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 19, 0)
-OURS(comm_register, int, our_comm, void *, size_t, void **);
-THEIRS(ncclCommRegister, their_result, const ncclComm_t, void *, size_t,
-       void **);
-OURS(comm_deregister, int, our_comm, void *);
-THEIRS(ncclCommDeregister, their_result, const ncclComm_t, void *);
-#endif
-OURS(mem_alloc, int, void **, size_t);
-OURS(mem_free, int, void *);
-#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 19, 0)
-THEIRS(ncclMemAlloc, their_result, void **, size_t);
-THEIRS(ncclMemFree, their_result, void *);
-#endif
-OURS(comm_window_register, int, our_comm, void *, size_t, fsdp_nccl_window **,
-     int);
-OURS(comm_window_deregister, int, our_comm, fsdp_nccl_window *);
-#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 27, 0)
-THEIRS(ncclCommWindowRegister, their_result, ncclComm_t, void *, size_t,
-       ncclWindow_t *, int);
-THEIRS(ncclCommWindowDeregister, their_result, ncclComm_t, ncclWindow_t);
-SAME_NUMBER(FSDP_NCCL_WINDOW_SYMMETRIC, NCCL_WIN_COLL_SYMMETRIC);
-SAME_NUMBER(FSDP_NCCL_WINDOWS_VERSION, NCCL_VERSION(2, 27, 0));
-#endif
 #ifdef NCCL_REVOKE_DEFAULT
 OURS(comm_revoke, int, our_comm, int);
 THEIRS(ncclCommRevoke, their_result, ncclComm_t, int);
@@ -167,7 +128,7 @@ TEST(test_magic_of_the_configuration) {
   const ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
   CHECK(config.magic == FSDP_NCCL_CONFIG_MAGIC);
   CHECK(config.size == sizeof config &&
-        config.size >= offsetof(fsdp_nccl_config, comm_name));
+        config.size >= sizeof(fsdp_nccl_config));
 }
 
 static fsdp_nccl_library g_library;
@@ -201,18 +162,6 @@ TEST(test_the_loader_finds_what_the_linker_finds) {
   FOUND(all_reduce, ncclAllReduce);
   FOUND(broadcast, ncclBroadcast);
   FOUND(get_last_error, ncclGetLastError);
-#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 19, 0)
-  FOUND(comm_register, ncclCommRegister);
-  FOUND(comm_deregister, ncclCommDeregister);
-#endif
-#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 19, 0)
-  FOUND(mem_alloc, ncclMemAlloc);
-  FOUND(mem_free, ncclMemFree);
-#endif
-#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 27, 0)
-  FOUND(comm_window_register, ncclCommWindowRegister);
-  FOUND(comm_window_deregister, ncclCommWindowDeregister);
-#endif
 #ifdef NCCL_REVOKE_DEFAULT
   FOUND(comm_revoke, ncclCommRevoke);
 #endif

@@ -8,7 +8,6 @@
 #   bash tests/cuda/session/gpu_session.sh fake bench
 #   bash tests/cuda/session/gpu_session.sh suite
 #   bash tests/cuda/session/gpu_session.sh example sanitize
-#   bash tests/cuda/session/gpu_session.sh build symmetric  # several GPUs, NVLink
 #
 # Each line takes 5 to 9 minutes; a step that fails does not stop the others.
 # `suite FILE...` runs some files of tests/distributed only; nothing may follow.
@@ -22,7 +21,7 @@ ROOT=$PWD
 SESSION=tests/cuda/session
 [[ -f $ROOT/setup.py && -f $ROOT/$SESSION/gpu_session.sh ]] ||
   { echo "run it at the root of the repository" >&2; exit 2; }
-ALL_STEPS=(probe build tests nccl2 kernels abort graph gloo fake bench suite example sanitize symmetric)
+ALL_STEPS=(probe build tests nccl2 kernels abort graph gloo fake bench suite example sanitize)
 
 usage() {
   sed -n '2,/^set /p' "$ROOT/$SESSION/gpu_session.sh" | sed -e '$d' -e 's/^# \{0,1\}//'
@@ -43,8 +42,7 @@ mkdir -p "$OUT" "$TREE"
 PATH="$(dirname "$PY"):/usr/local/cuda/bin:$PATH"
 export PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PYTHONPATH=$TREE
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false GLOO_SOCKET_IFNAME=lo
-unset FSDP_C_CUDA FSDP_C_NCCL FSDP_C_NCCL_LIBRARY FSDP_C_NCCL_REGISTER \
-  FSDP_C_NCCL_SYMMETRIC FSDP_C_TEST_DEVICE
+unset FSDP_C_CUDA FSDP_C_NCCL FSDP_C_NCCL_LIBRARY FSDP_C_TEST_DEVICE
 exec > >(tee -a "$OUT/log.txt") 2>&1
 SUMMARY=$OUT/summary.txt
 JSON=$OUT/results.jsonl
@@ -180,9 +178,6 @@ nccl2() { # csrc/nccl against a real libnccl
   done
   two_ranks "full_shard, c10d's NCCL" full_shard FSDP_C_NCCL=0
   two_ranks "bf16, ATen's kernels" bf16 FSDP_C_CUDA=0
-  two_ranks "full_shard, registered" full_shard FSDP_C_NCCL_REGISTER=1
-  # No windows between processes that share a GPU: they must agree on that.
-  two_ranks "full_shard, symmetric" full_shard FSDP_C_NCCL_SYMMETRIC=1
   two_ranks "full_shard, ordered" full_shard NCCL_LAUNCH_ORDER_IMPLICIT=1
   # Equal losses, and what a collective costs the host. The device's time means
   # nothing here: two processes take turns on it.
@@ -242,22 +237,6 @@ bench() { # one rank: no gathers
   local load
   for load in host-bound compute-bound; do
     step_job "$load" 260 --workload $load --rounds 2 --steps 20 --timeline "$OUT/$load.png"
-  done
-}
-
-symmetric() { # a rank per GPU: whether NCCL's symmetric windows pay, and train right
-  local load name
-  if (($("$PY" -c 'import torch; print(torch.cuda.device_count())') < 2)); then
-    echo "symmetric: skipped, it needs two GPUs" | tee -a "$SUMMARY"
-    return
-  fi
-  for name in full_shard bf16 gradient_accumulation shard_grad_op; do
-    job "symmetric: $name" 130 env NCCL_DEBUG=WARN FSDP_C_NCCL_SYMMETRIC=1 "$PY" -m pytest \
-      -q -p no:cacheprovider "tests/cuda/test_training.py::test_a_rank_per_gpu[$name]"
-  done
-  for load in host-bound compute-bound wide; do
-    step_job "symmetric, $load" 260 --symmetric --workload $load --rounds 3 --steps 20 \
-      --warmup 20 --timeline "$OUT/symmetric-$load.png"
   done
 }
 

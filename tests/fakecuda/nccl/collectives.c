@@ -271,7 +271,7 @@ static ncclResult_t enqueue(launch *self) {
   const ncclResult_t result = own->result;
   if (result != ncclSuccess || fakecuda_is_alone()) {
     pthread_mutex_unlock(&own->mutex);
-    if (result == ncclSuccess) count(&num_launches, 1);
+    if (result == ncclSuccess) atomic_fetch_add(&num_launches, 1);
     free(self->operations);
     free(self);
     return result == ncclInProgress ? ncclInvalidUsage : result;
@@ -291,7 +291,7 @@ static ncclResult_t enqueue(launch *self) {
   const int code = fakecuda_push(self->stream, run_launch, drop_launch, self,
                                  &own->last_ticket);
   pthread_mutex_unlock(&own->mutex);
-  count(&num_launches, 1);
+  atomic_fetch_add(&num_launches, 1);
   if (code == 0) return ncclSuccess;
   drop_launch(self);
   return ncclUnhandledCudaError;
@@ -433,7 +433,6 @@ static ncclResult_t add(comm *self, operation op, void *stream) {
       !can_be_captured(&op, self->num_ranks)) {
     result = ncclUnhandledCudaError;
   } else if (resolve(&op, self->num_ranks)) {
-    note_place(self, op.kind == ALL_GATHER ? op.receive : op.send);
     result = collect(self, &op, stream);
   }
   comm_leave(self);

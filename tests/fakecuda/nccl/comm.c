@@ -173,8 +173,8 @@ static ncclResult_t create(comm **out, int num_ranks, const char *name,
   if (rank < 0 || rank >= num_ranks) return ncclInvalidArgument;
   comm *made = calloc(1, sizeof *made);
   if (made == NULL) return ncclSystemError;
-  count(&num_comms, 1);
-  count(&num_live, 1);
+  atomic_fetch_add(&num_comms, 1);
+  atomic_fetch_add(&num_live, 1);
   made->rank = rank;
   made->num_ranks = num_ranks;
   made->device = fakecuda_current_device();
@@ -310,7 +310,7 @@ ncclResult_t ncclCommFinalize(ncclComm_t self) {
 
 ncclResult_t ncclCommDestroy(ncclComm_t self) {
   if (self == NULL) return ncclSuccess;
-  count(&num_live, -1);
+  atomic_fetch_add(&num_live, -1);
   comm_release(self);
   return ncclSuccess;
 }
@@ -323,7 +323,7 @@ static void stop(comm *self) {
 
 ncclResult_t ncclCommAbort(ncclComm_t self) {
   if (self == NULL) return ncclSuccess;
-  count(&num_live, -1);
+  atomic_fetch_add(&num_live, -1);
   stop(self);
   comm_release(self);
   return ncclSuccess;

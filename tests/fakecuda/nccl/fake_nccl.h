@@ -114,24 +114,12 @@ bool reduce(void *into, char *const *operands, int num_operands, size_t numel,
 bool multiply(void *data, size_t numel, ncclDataType_t dtype, double factor);
 double read_scalar(const void *data, ncclDataType_t dtype);
 
-/* ---- Windows, counters: windows.c ---------------------------------------- */
+/* ---- For tests ------------------------------------------------------------
+ */
 
-/* Notes in which window a collective's buffer is. */
-void note_place(const comm *self, const void *buffer);
-void count(atomic_llong *counter, long long change);
-
-/* For tests. Windows that are registered now, collectives of this process in
- * windows so far, a digest of their places, the same on all ranks. */
-FAKE_API long long fake_nccl_num_windows(void);
-FAKE_API long long fake_nccl_num_in_windows(void);
-FAKE_API unsigned long long fake_nccl_places(void);
-/* Blocks of ncclMemAlloc that live; whether there are no more. */
-FAKE_API long long fake_nccl_num_blocks(void);
-FAKE_API void fake_nccl_run_out_of_memory(bool is_out);
-/* Launches of this process so far (a group counts once), buffers that are
- * registered now, communicators ever made, how the last one was configured. */
+/* Launches of this process so far (a group counts once), communicators ever
+ * made, how the last one was configured. */
 FAKE_API long long fake_nccl_num_launches(void);
-FAKE_API long long fake_nccl_num_registered(void);
 FAKE_API long long fake_nccl_num_comms(void);
 FAKE_API const char *fake_nccl_last_config(void);
 /* Whether kernels start in the order of the launches: NCCL reads that at the
