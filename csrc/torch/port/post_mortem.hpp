@@ -39,7 +39,7 @@ class PostMortem {
 
   // Reads who the others are (in large groups: who rank 0 is), once, while the
   // store can be asked. All ranks were introduced: a collective has come to its
-  // end. Returns within a second. Cannot fail.
+  // end, or the ranks have met. Returns within a second. Cannot fail.
   void meet() noexcept;
 
   // Publishes why this rank left; the first reason stays until "" withdraws it.

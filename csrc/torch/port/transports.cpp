@@ -538,6 +538,8 @@ void connect(Group &group, c10::Device device, int64_t call_nbytes) {
   refusal = refusal_of(kind, found->spans_hosts);
   if (refusal == nullptr && found->transport) {
     group.transport = found->transport;
+    // All have come to connect. Those of a host are read after a collective.
+    if (kind == Kind::kNccl && group.post_mortem) group.post_mortem->meet();
   }
   group.why_c10d = refusal == nullptr ? found->why_not : refusal;
 }
