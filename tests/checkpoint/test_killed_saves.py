@@ -12,8 +12,6 @@ import pytest
 from helpers.programs import run_program
 from helpers.seeds import seed_of
 
-pytestmark = pytest.mark.cpu_only("its ranks are processes of its own, on the CPU")
-
 
 def test_at_random_moments(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     usual = "50" if pytestconfig.getoption("--full") else "8"

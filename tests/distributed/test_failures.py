@@ -1,8 +1,8 @@
 """A rank is killed, stopped, raises or diverges: what the others are told, and when.
 
-The ranks are processes of their own, over shared memory and over gloo; see
-`helpers.failures`. Scenarios that `_cases` calls rare run with ``--full``: they rarely
-find anything new.
+The ranks are processes of their own, over shared memory and gloo, or on GPUs over NCCL;
+see `helpers.failures`. Scenarios that `_cases` calls rare run with ``--full``: they
+rarely find anything new.
 """
 
 import re
@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
+from helpers.distributed import TEST_DEVICE
 from helpers.failures import GROUP_TIMEOUT_S, POST_MORTEM_S, Report, Scenario, Starter
-
-pytestmark = pytest.mark.cpu_only("its ranks are processes of its own, on the CPU")
 
 # Ranks on loaded cores may be late; without a post-mortem they would wait for 60 s.
 SLACK_S = 40.0
@@ -60,6 +59,16 @@ class Trial:
             assert 0 <= report.seconds < GROUP_TIMEOUT_S + POST_MORTEM_S + SLACK_S
         return told
 
+    def is_met_in(self, operation: str, report: Report) -> bool:
+        """Whether a report is about ``operation``, in which a host waits.
+
+        On a device it does not wait there, and is told at the next place.
+        """
+        headline = _headline(report)
+        if self.transport == "nccl":
+            return WAITED_IN.search(headline) is not None
+        return operation in headline
+
     def stderr(self) -> str:
         """Return what the ranks printed last."""
         return (self.folder / "stderr").read_text(errors="replace")[-3000:]
@@ -84,8 +93,14 @@ def _cases(
     usual: dict[str, tuple[Any, ...]],
     rare: dict[str, tuple[Any, ...]] | None = None,
 ) -> pytest.MarkDecorator:
-    """Give the test cases by transport; rare ones run with ``--full``."""
+    """Give the test cases by transport; rare ones run with ``--full``.
+
+    On a GPU all of them are over NCCL.
+    """
     all_names = (names,) if isinstance(names, str) else names
+    if TEST_DEVICE == "cuda":
+        usual, rare = _over_nccl(usual), _over_nccl(rare or {})
+        rare = {"nccl": tuple(c for c in rare["nccl"] if c not in usual["nccl"])}
     return pytest.mark.parametrize(
         ("transport", *all_names),
         [
@@ -100,6 +115,14 @@ def _cases(
             for case in cases[transport]
         ],
     )
+
+
+def _over_nccl(cases: dict[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
+    of_any: list[Any] = []
+    for each in (case for its in cases.values() for case in its):
+        if each not in of_any:
+            of_any.append(each)
+    return {"nccl": tuple(of_any)}
 
 
 def _headline(report: Report) -> str:
@@ -123,6 +146,7 @@ def test_killed(trial: Trial, place: str) -> None:
         assert not TIME_LIMIT.search(report.message)
 
 
+@pytest.mark.cpu_only("hosts are told apart on the CPU")
 @pytest.mark.parametrize("transport", ["hierarchical"])
 @pytest.mark.parametrize("place", ["forward", "backward"])
 def test_killed_on_another_host(trial: Trial, place: str) -> None:
@@ -151,7 +175,7 @@ def test_killed_in_fully_shard(trial: Trial, place: str) -> None:
 def test_killed_between_collectives(trial: Trial, place: str) -> None:
     """The others are at the next thing that communicates: a summon."""
     for report in trial.survivors("kill", place).values():
-        assert "(summon) of unit" in _headline(report)
+        assert trial.is_met_in("(summon) of unit", report)
         assert "rank 1: no answer, dead" in report.message
 
 
@@ -167,10 +191,11 @@ _STATES = ("optim_state_dict", "comparison of optimizer states")
 def test_killed_outside_of_units(trial: Trial, place: str, operation: str) -> None:
     """Collectives that no unit issues are named by what they are for."""
     for report in trial.survivors("kill", place).values():
-        assert operation in _headline(report)
+        assert trial.is_met_in(operation, report)
         assert "Dead: rank 1, process" in report.message
 
 
+@pytest.mark.cpu_only("torch's watchdog ends ranks that wait in collectives of torch")
 @_cases("place", usual={"shm": ("backward",)}, rare={"c10d": ("backward",)})
 def test_killed_in_another_replica(trial: Trial, place: str) -> None:
     """Ranks that share no group with the dead one are told by one that does.
@@ -257,6 +282,8 @@ def test_in_wrapping(
     options: dict[str, Any],
 ) -> None:
     """Before there was any step: one time limit for all that a rank waits for."""
+    if trial.transport == "nccl" and operation == _SYNC:
+        pytest.skip("torch waits without a limit for the ranks of its communicator")
     for report in trial.survivors(action, place, world_size=4, **options).values():
         assert operation in _headline(report), where
         assert report.seconds < GROUP_TIMEOUT_S + POST_MORTEM_S + WRAPPING_SLACK_S
@@ -265,6 +292,7 @@ def test_in_wrapping(
             assert 0 <= ended < WRAPPING_SLACK_S
 
 
+@pytest.mark.cpu_only("the words are those of the CPU's transports")
 @pytest.mark.parametrize(
     ("transport", "words"),
     [
@@ -280,11 +308,11 @@ def test_late_for_each_wait(trial: Trial, words: tuple[str, ...]) -> None:
     assert TIME_LIMIT.search(headline), headline
 
 
-@pytest.mark.parametrize("transport", ["c10d"])
-def test_making_groups(trial: Trial) -> None:
+@_cases("place", usual={"c10d": ("before",)})
+def test_making_groups(trial: Trial, place: str) -> None:
     """The groups that HYBRID_SHARD makes have the default group's time limit."""
     options = {"strategy": "HYBRID_SHARD", "makes_groups": True, "world_size": 4}
-    for report in trial.survivors("kill", "before", **options).values():
+    for report in trial.survivors("kill", place, **options).values():
         assert "making of the groups of HYBRID_SHARD" in _headline(report)
         assert "rank 1: no answer" in report.message
         assert report.seconds < GROUP_TIMEOUT_S + POST_MORTEM_S + WRAPPING_SLACK_S
@@ -347,12 +375,16 @@ def test_diverged(trial: Trial, action: str) -> None:
     ours, theirs = _PARTINGS[action]
     reports = trial.run(action, stays=True)
     assert set(reports) == {0, 1, 2}
-    for report in reports.values():
-        parting = report.message.split("they first differ at #")[1]
-        assert f"rank 0: all_gather of unit '{ours}'" in parting
+    # On a device a host may have left the units behind: the others tell then.
+    told = [r.message for r in reports.values() if "they first differ" in r.message]
+    assert told if trial.transport == "nccl" else len(told) == len(reports)
+    for message in told:
+        parting = message.split("they first differ at #")[1]
+        assert re.search(f"rank [02]: all_gather of unit '{ours}'", parting)
         assert re.search(f"rank 1: {theirs}", parting)
 
 
+@pytest.mark.cpu_only("behind a failure a device goes on with what is in memory")
 @_cases("place", usual={"shm": ("forward",)}, rare={"c10d": ("forward",)})
 def test_going_on_in_a_new_group(trial: Trial, place: str) -> None:
     """One rank raised: its group is lost, the shards are not."""

@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.accelerator import native
 from helpers.distributed import TEST_DEVICE, distributed
 from helpers.groups import hybrid_groups
 from helpers.impl import BackwardPrefetch, MixedPrecision, ShardingStrategy, fsdp
@@ -59,8 +58,7 @@ def _reserved_nbytes() -> int:
     """Return what an accelerator's allocator has taken from the device."""
     if ON_HOST:
         return 0
-    nbytes: int = native().memory_stats()["held_nbytes"]
-    return nbytes
+    return torch.cuda.memory_reserved()
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -45,7 +45,7 @@ def _watch_backward(model: Any) -> list[tuple[int, int]]:
     return seen
 
 
-@pytest.mark.cpu_only("an accelerator keeps its blocks")
+@pytest.mark.cpu_only("an accelerator takes blocks one unit ahead")
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @distributed(world_size=(2, 3))
 def test_blocks_in_backward(rank: int, world_size: int, transport: str) -> None:

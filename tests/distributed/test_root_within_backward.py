@@ -125,7 +125,6 @@ def _nbytes(params: Any) -> int:
     return sum(p.numel() * p.element_size() for p in params)
 
 
-@pytest.mark.cpu_only("an accelerator keeps its blocks")
 @pytest.mark.parametrize("is_evaluated", [False, True])
 @pytest.mark.parametrize("door", DOORS)
 @distributed(world_size=2)

@@ -2,9 +2,9 @@
 
 A `Starter` is a process that has imported torch and forks the ranks of one scenario
 after the other. It says their process ids, and frees those numbers when it is told to.
-Every rank trains, over gloo or shared memory, in a group with a time limit of seconds;
-at one place of its third step the victim is killed, is stopped, raises, or runs other
-units. What the others are told stands in ``<folder>/<rank>.json`` then.
+Every rank trains, over gloo, shared memory or NCCL, in a group with a time limit of
+seconds; at one place of its third step the victim is killed, is stopped, raises, or
+runs other units. What the others are told stands in ``<folder>/<rank>.json`` then.
 """
 
 import contextlib
@@ -48,7 +48,8 @@ class Scenario:
     world_size: int = 3
     store: str = "file"  # or tcp, which is in the process of rank 0
     strategy: str = "FULL_SHARD"  # or fully_shard
-    transport: str = "shm"  # or c10d, which is gloo; hierarchical: hosts of 2 ranks
+    transport: str = "shm"
+    """Or c10d, which is gloo; hierarchical: hosts of 2 ranks; nccl."""
     recovers: bool = False
     """Whether the ranks go on afterwards, in a new group."""
     syncs: bool = False
@@ -169,11 +170,12 @@ def _runs(pid: int) -> bool:
 
 
 def _shard_rows(model: Any, process_group: Any) -> Any:
+    import torch
     from torch.distributed.device_mesh import DeviceMesh
 
     from fsdp_c import fully_shard
 
-    mesh = DeviceMesh.from_group(process_group, "cpu")
+    mesh = DeviceMesh.from_group(process_group, torch.get_default_device().type)
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)
@@ -187,6 +189,7 @@ class _Ranks:
         import torch.distributed as dist
 
         from helpers.impl import ShardingStrategy, fsdp
+        from helpers.one_gpu import set_up_device
 
         self.config = config
         self.rank = rank
@@ -196,9 +199,10 @@ class _Ranks:
         self.is_late = False
         self._num_blocks = 0
         world_size = config["world_size"]
+        is_on_gpu = config["transport"] == "nccl"
         self.store = self._late(self._store())
         dist.init_process_group(
-            "gloo",
+            set_up_device("cuda" if is_on_gpu else "cpu", rank, world_size),
             store=self.store,
             rank=rank,
             world_size=world_size,
@@ -377,17 +381,21 @@ class _Ranks:
         from fsdp_c import _native
 
         for group in self.groups:
-            name, why = _native.transport(group, torch.device("cpu"))
+            name, why = _native.transport(group, torch.get_default_device())
             assert name == self.config["transport"], why
 
     def train(self) -> None:
         """Train until it fails."""
+        import torch
+
         self.construct()
         for index in range(NUM_GOOD_STEPS + 3):
             self.is_due = index == NUM_GOOD_STEPS
             if self.is_due and self.config["action"] in ("skip", "reorder"):
                 (self.folder / "moment").write_text(str(time.monotonic()))
             self.step()
+            if self.x.is_cuda:
+                torch.cuda.synchronize()  # a step behind it learns of the failure
             if index == 0:
                 self.check_transport()
 

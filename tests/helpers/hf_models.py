@@ -1,5 +1,6 @@
 """Tiny random models of transformers and data for them; nothing is downloaded."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -101,8 +102,8 @@ BUILDERS: dict[str, Callable[[], nn.Module]] = {
 
 
 def build(name: str) -> nn.Module:
-    """Return the model ``name``: the same weights in every process."""
-    with torch.random.fork_rng():
+    """Return the model ``name`` on the CPU: the same weights in every process."""
+    with torch.random.fork_rng(), torch.device("cpu"):
         torch.manual_seed(seed_of("huggingface", name))
         return BUILDERS[name]()
 
@@ -114,11 +115,14 @@ def data(name: str, num_examples: int) -> Data:
     mean over each rank's tokens is not the mean over all.
     """
     generator = torch.Generator().manual_seed(seed_of("huggingface", "data", name))
+    draw = functools.partial(
+        torch.randint, 3, VOCABULARY, generator=generator, device="cpu"
+    )
     examples = []
     for index in range(num_examples):
-        ids = torch.randint(3, VOCABULARY, (LENGTH,), generator=generator)
+        ids = draw((LENGTH,))
         if name == "t5":
-            labels = torch.randint(3, VOCABULARY, (LENGTH // 2,), generator=generator)
+            labels = draw((LENGTH // 2,))
         else:
             labels = ids.clone()
             labels[: (5 * index) % (LENGTH - 3)] = -100

@@ -5,7 +5,9 @@ import functools
 import os
 from collections.abc import Iterator
 
-from helpers.distributed import distributed
+import torch
+
+from helpers.distributed import TEST_DEVICE, distributed
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -13,8 +15,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # from_pretrained loads in threads, which may outlive it.
 os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
 
+ON_CPU = TEST_DEVICE == "cpu"
 # accelerate and the Trainer take a GPU that they see, also when told to use the CPU.
-on_cpu = functools.partial(distributed, device="cpu", hides_gpus=True)
+on_ranks = functools.partial(distributed, hides_gpus=ON_CPU)
 
 # What launchers and accelerate's classes write; taken back after each test.
 _PREFIXES = ("ACCELERATE_", "FSDP_", "FORK_LAUNCHED", "MASTER_")
@@ -67,7 +70,8 @@ def launched(rank: int, world_size: int, **env: str) -> Iterator[None]:
 
     values = {
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        # Which GPU to take; ranks may share one.
+        "LOCAL_RANK": str(rank if ON_CPU else torch.cuda.current_device()),
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",

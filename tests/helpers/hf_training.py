@@ -25,7 +25,7 @@ from fsdp_c import FSDPModule, StateDictType
 from fsdp_c import FullyShardedDataParallel as FSDP
 from helpers.groups import groups_destroyed
 from helpers.hf_models import build, data
-from helpers.hf_process import launched, single_process
+from helpers.hf_process import ON_CPU, launched, single_process
 from helpers.shared_folder import shared_folder
 
 WORLD = 2
@@ -59,7 +59,7 @@ def arguments(folder: str | Path, **changes: Any) -> Any:
 
     options: dict[str, Any] = {
         "output_dir": str(folder),
-        "use_cpu": True,
+        "use_cpu": ON_CPU,
         "max_steps": STEPS,
         "per_device_train_batch_size": BATCH,
         "per_device_eval_batch_size": BATCH,
@@ -167,7 +167,7 @@ def root(record: Record) -> Any:
 
 
 def whole_weights(model: Any) -> dict[str, torch.Tensor]:
-    """Return the full state dict, on every rank."""
+    """Return the full state dict, on every rank, on the CPU."""
     is_version_2 = isinstance(model, FSDPModule)
     settings = FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT)
     with contextlib.nullcontext() if is_version_2 else settings:
@@ -175,6 +175,7 @@ def whole_weights(model: Any) -> dict[str, torch.Tensor]:
     return {
         name: (value.full_tensor() if isinstance(value, DTensor) else value)
         .detach()
+        .cpu()
         .clone()
         for name, value in state.items()
     }

@@ -29,6 +29,8 @@ from torch import nn
 
 from fsdp_c import FSDP, checkpoint
 from fsdp_c.checkpoint import _folders
+from helpers.distributed import TEST_DEVICE
+from helpers.one_gpu import set_up_device
 
 WORLD_SIZE = 2
 LONGEST_S = 20.0
@@ -86,7 +88,8 @@ def _check(path: Path, model: Any) -> int:
 def _rank(rank: int, world_size: int, path: Path, body: Callable[[Any], None]) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.HashStore() if world_size == 1 else dist.FileStore(str(path))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    backend = set_up_device(TEST_DEVICE, rank, world_size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     body(_model(world_size))
 
 

@@ -5,7 +5,10 @@ detected"). Ranks that name different hosts pass this check, in all versions; th
 then reach each other through sockets, here on the loopback interface.
 """
 
+import os
 from collections.abc import Mapping
+
+import torch
 
 
 def one_gpu_environment(rank: int) -> Mapping[str, str]:
@@ -37,3 +40,15 @@ def gpu_of_rank(
     if num_gpus >= world_size:
         return rank, {}
     return 0, one_gpu_environment(rank)
+
+
+def set_up_device(device: str, rank: int, world_size: int) -> str:
+    """Make the device under test the default one; return the backends' names."""
+    if device == "cpu":
+        return "gloo"
+    assert device == "cuda", f"FSDP_C_TEST_DEVICE={device}: cpu or cuda"
+    index, variables = gpu_of_rank(rank, world_size, torch.cuda.device_count())
+    os.environ.update(variables)
+    torch.cuda.set_device(index)
+    torch.set_default_device(torch.device("cuda", index))
+    return "cpu:gloo,cuda:nccl"

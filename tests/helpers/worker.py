@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from helpers.distributed import Outcome, Task, WorkerConfig
 from helpers.groups import kept_groups
-from helpers.one_gpu import gpu_of_rank
+from helpers.one_gpu import set_up_device
 from helpers.seeds import seed_everything
 
 _PR_SET_PDEATHSIG = 1
@@ -210,18 +210,6 @@ def _run(task: Task, rank: int) -> Outcome:
     return outcome
 
 
-def _set_up_device(device: str, rank: int, world_size: int) -> str:
-    """Make the device under test the default one; return the backends' names."""
-    if device == "cpu":
-        return "gloo"
-    assert device == "cuda", f"FSDP_C_TEST_DEVICE={device}: cpu or cuda"
-    index, variables = gpu_of_rank(rank, world_size, torch.cuda.device_count())
-    os.environ.update(variables)
-    torch.cuda.set_device(index)
-    torch.set_default_device(torch.device("cuda", index))
-    return "cpu:gloo,cuda:nccl"
-
-
 def _take_over(config: WorkerConfig) -> None:
     """Make this fork what a process started for one rank would be."""
     os.setsid()
@@ -243,7 +231,7 @@ def main(config: WorkerConfig, connection: Connection) -> None:
     torch.set_num_threads(1)
     with config.stacks.open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-        backend = _set_up_device(config.device, config.rank, config.world_size)
+        backend = set_up_device(config.device, config.rank, config.world_size)
         dist.init_process_group(
             backend,
             store=dist.FileStore(config.store, config.world_size),  # type: ignore[attr-defined]

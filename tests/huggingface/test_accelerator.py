@@ -18,7 +18,7 @@ from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import ShardingStrategy
 from helpers.groups import groups_destroyed
 from helpers.hf_models import build, clean, data
-from helpers.hf_process import launched, on_cpu
+from helpers.hf_process import ON_CPU, launched, on_ranks
 from helpers.hf_training import WORLD, cases, whole_weights
 from helpers.shared_folder import shared_folder
 
@@ -43,7 +43,9 @@ def _accelerator(*, accumulate: int = 1, **options: Any) -> Any:
     from accelerate import Accelerator
 
     return Accelerator(
-        cpu=True, fsdp_plugin=_plugin(**options), gradient_accumulation_steps=accumulate
+        cpu=ON_CPU,
+        fsdp_plugin=_plugin(**options),
+        gradient_accumulation_steps=accumulate,
     )
 
 
@@ -150,7 +152,7 @@ def _folder(rank: int, **env: str) -> Iterator[Path]:
     # test_trainer_options.py runs the others as well.
     cases(ShardingStrategy.__members__, ["NO_SHARD", "HYBRID_SHARD"]),
 )
-@on_cpu(world_size=WORLD, timeout_s=TIMEOUT_S)
+@on_ranks(world_size=WORLD, timeout_s=TIMEOUT_S)
 def test_strategy(rank: int, strategy: str, accumulate: int) -> None:
     expected, _ = _reference("llama", 4, WORLD * accumulate)
     with _folder(rank):
@@ -171,7 +173,7 @@ _ACCUMULATING = [("llama", 2), ("gpt2", 1), ("lora", 2)]
 
 
 @pytest.mark.parametrize("case", cases(_ACCUMULATING, _ACCUMULATING[1:2]))
-@on_cpu(world_size=WORLD, timeout_s=TIMEOUT_S)
+@on_ranks(world_size=WORLD, timeout_s=TIMEOUT_S)
 def test_version_2(rank: int, case: tuple[str, int]) -> None:
     name, accumulate = case
     expected, _ = _reference(name, 4, WORLD * accumulate)
@@ -188,7 +190,7 @@ _MODELS = list(product(("gpt2", "t5", "lora"), (True, False)))
 
 
 @pytest.mark.parametrize("case", cases(_MODELS, [("gpt2", False), ("t5", True)]))
-@on_cpu(world_size=WORLD, timeout_s=TIMEOUT_S)
+@on_ranks(world_size=WORLD, timeout_s=TIMEOUT_S)
 def test_model(rank: int, case: tuple[str, bool]) -> None:
     name, use_orig_params = case
     expected, _ = _reference(name, 4, WORLD)
@@ -212,7 +214,7 @@ _COMMON += [("gpt2", 2, KINDS[0]), ("lora", 2, KINDS[1])]
 
 
 @pytest.mark.parametrize("case", cases(_SAVES, set(_SAVES) - set(_COMMON)))
-@on_cpu(world_size=WORLD, timeout_s=TIMEOUT_S)
+@on_ranks(world_size=WORLD, timeout_s=TIMEOUT_S)
 def test_save_state_and_load_state(rank: int, case: tuple[str, int, str]) -> None:
     """Two steps, a checkpoint, two more: again from the checkpoint, the same bits."""
     name, version, kind = case
@@ -249,7 +251,7 @@ def _save_and_load_state(
 
 
 @pytest.mark.parametrize("case", [(KINDS[0], 1), (KINDS[1], 1), (KINDS[1], 2)])
-@on_cpu(world_size=WORLD, timeout_s=TIMEOUT_S)
+@on_ranks(world_size=WORLD, timeout_s=TIMEOUT_S)
 def test_save_pretrained(rank: int, case: tuple[str, int]) -> None:
     from safetensors.torch import load_file
     from transformers import LlamaForCausalLM
@@ -272,7 +274,7 @@ def test_save_pretrained(rank: int, case: tuple[str, int]) -> None:
         saved = load_file(folder / "saved" / "model.safetensors")
         assert loaded.keys() == saved.keys() == weights.keys()
         for key, value in weights.items():
-            assert torch.equal(loaded[key], value), key
+            assert torch.equal(loaded[key].cpu(), value), key
             assert torch.equal(saved[key], value), key
         if kind == "SHARDED_STATE_DICT":
             from accelerate.utils import merge_fsdp_weights
@@ -287,7 +289,7 @@ def test_save_pretrained(rank: int, case: tuple[str, int]) -> None:
         del loop, accelerator
 
 
-@on_cpu(world_size=WORLD, timeout_s=TIMEOUT_S)
+@on_ranks(world_size=WORLD, timeout_s=TIMEOUT_S)
 def test_wrapped_before_prepare(rank: int) -> None:
     """A model that the user wrapped: accelerate must leave it as it is."""
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -308,7 +310,7 @@ def test_wrapped_before_prepare(rank: int) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-@on_cpu(world_size=WORLD, timeout_s=TIMEOUT_S)
+@on_ranks(world_size=WORLD, timeout_s=TIMEOUT_S)
 def test_no_sync(rank: int, version: int) -> None:
     """accelerator.no_sync(): no gradient is reduced inside, all are afterwards."""
     with _folder(rank):
@@ -326,7 +328,7 @@ def test_no_sync(rank: int, version: int) -> None:
         del loop, model, loader, accelerator
 
 
-@on_cpu(world_size=WORLD, timeout_s=TIMEOUT_S)
+@on_ranks(world_size=WORLD, timeout_s=TIMEOUT_S)
 def test_ignored_modules_by_name(rank: int) -> None:
     with _folder(rank):
         accelerator = _accelerator(ignored_modules=r".*norm")
@@ -347,14 +349,14 @@ def _sharded_names(model: Any) -> set[str]:
     }
 
 
-@on_cpu(world_size=WORLD, timeout_s=TIMEOUT_S)
+@on_ranks(world_size=WORLD, timeout_s=TIMEOUT_S)
 def test_weights_loaded_in_bf16_are_trained_in_fp32(rank: int) -> None:
     """With mixed precision, accelerate upcasts the shards of a bf16 model."""
     from accelerate import Accelerator
 
     with _folder(rank):
         accelerator = Accelerator(
-            cpu=True, mixed_precision="bf16", fsdp_plugin=_plugin()
+            cpu=ON_CPU, mixed_precision="bf16", fsdp_plugin=_plugin()
         )
         model = accelerator.prepare(build("llama").to(torch.bfloat16))
         for unit in fsdp_c.explain(model).units:

@@ -10,7 +10,7 @@ from torch import Tensor
 import fsdp_c
 from fsdp_c import FullyShardedDataParallel as FSDP
 from helpers.hf_models import PAD, build, data
-from helpers.hf_process import launched, on_cpu
+from helpers.hf_process import launched, on_ranks
 from helpers.hf_training import (
     BATCH,
     WORLD,
@@ -39,7 +39,7 @@ _PREDICTS = list(product(("full_shard", "shard_grad_op"), (1, 2)))
 @pytest.mark.parametrize(
     "case", cases(_PREDICTS, [("full_shard", 1), ("shard_grad_op", 2)])
 )
-@on_cpu(world_size=WORLD, timeout_s=TIMEOUT_S)
+@on_ranks(world_size=WORLD, timeout_s=TIMEOUT_S)
 def test_predict_with_generate(rank: int, case: tuple[str, int]) -> None:
     kind, num_beams = case
     num_examples, num_tokens = 2 * WORLD * BATCH, 5
@@ -67,7 +67,7 @@ def test_predict_with_generate(rank: int, case: tuple[str, int]) -> None:
     actual = torch.from_numpy(result.predictions)
     assert actual.shape[0] == num_examples
     width = expected.shape[1]
-    assert torch.equal(actual[:, :width], expected)
+    assert torch.equal(actual[:, :width].cpu(), expected)
     assert torch.all(actual[:, width:] == PAD)
     assert set(expected.flatten().tolist()) != {PAD}
 
@@ -77,7 +77,7 @@ _COMMON = [("llama", True), ("gpt2", False), ("lora", True)]
 
 
 @pytest.mark.parametrize("case", cases(_SUMMONED, set(_SUMMONED) - set(_COMMON)))
-@on_cpu(world_size=WORLD, timeout_s=TIMEOUT_S)
+@on_ranks(world_size=WORLD, timeout_s=TIMEOUT_S)
 def test_within_summon_full_params(rank: int, case: tuple[str, bool]) -> None:
     name, use_orig_params = case
     prompt = data(name, WORLD)[rank]["input_ids"][None]
@@ -94,11 +94,11 @@ def test_within_summon_full_params(rank: int, case: tuple[str, bool]) -> None:
         expected = _unwrapped(name, weights).generate(
             input_ids=prompt, max_new_tokens=4 + 3 * rank, do_sample=False
         )
-    assert torch.equal(actual, expected)
+    assert torch.equal(actual.cpu(), expected)
 
 
 @pytest.mark.parametrize("case", [("llama", 1), ("llama", 2), ("lora", 2)])
-@on_cpu(world_size=WORLD, timeout_s=TIMEOUT_S)
+@on_ranks(world_size=WORLD, timeout_s=TIMEOUT_S)
 def test_unit_by_unit(rank: int, case: tuple[str, int]) -> None:
     """register_forward_method: the model is never whole on a rank.
 
@@ -120,4 +120,4 @@ def test_unit_by_unit(rank: int, case: tuple[str, int]) -> None:
         weights = whole_weights(model)
     with torch.no_grad():
         expected = _unwrapped(name, weights).generate(input_ids=prompt, **options)
-    assert torch.equal(actual, expected)
+    assert torch.equal(actual.cpu(), expected)
