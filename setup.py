@@ -6,9 +6,8 @@ the whole command line of each compiler.
 Environment switches: FSDP_C_DEBUG=1 (no optimisation, asserts and symbols),
 FSDP_C_SANITIZE=1 (address and undefined behaviour sanitizers; preload libasan
 to import the result), FSDP_C_CUDA=0|1 (the CUDA kernels: never, or insist; without
-it they are built where nvcc is found and torch is a CUDA build), FSDP_C_HIP=0|1 (the
-same for hipcc, which has to be of the ROCm of torch), MAX_JOBS (how many compilers run
-at a time), CC, CXX, CFLAGS, CXXFLAGS and LDFLAGS.
+it they are built where nvcc is found and torch is a CUDA build), MAX_JOBS (how many
+compilers run at a time), CC, CXX, CFLAGS, CXXFLAGS and LDFLAGS.
 """
 
 from __future__ import annotations
@@ -106,42 +105,18 @@ def wants_cuda() -> bool:
     return switch("FSDP_C_CUDA")
 
 
-def wants_hip() -> bool:
-    """Return whether to build the library of kernels with hipcc.
-
-    It needs torch's HIP runtime: a second one in the process has other streams.
-    """
-    wanted = torch.version.hip
-    if wanted is None and not switch("FSDP_C_HIP"):
-        return False
-    hipcc = KERNELS["find_hipcc"]()
-    found = "" if hipcc is None else KERNELS["hip_version"](hipcc)
-    is_same = wanted is not None and wanted.split(".")[0] == found.split(".")[0]
-    if os.environ.get("FSDP_C_HIP", "") == "":
-        return is_same
-    if switch("FSDP_C_HIP") and not is_same:
-        stop(
-            f"FSDP_C_HIP=1 asks for the HIP kernels, torch has HIP {wanted} and hipcc "
-            f"has {found or None}: install the ROCm that torch was built with and set "
-            "ROCM_HOME, or unset FSDP_C_HIP (tensors on AMD GPUs work through torch "
-            "without them)"
-        )
-    return switch("FSDP_C_HIP")
-
-
 from torch.utils import cpp_extension  # noqa: E402
 
 DEBUG = switch("FSDP_C_DEBUG")
 SANITIZE = switch("FSDP_C_SANITIZE")
-HIP = wants_hip()
-CUDA = not HIP and wants_cuda()
+CUDA = wants_cuda()
 JOBS = int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
 
 # Kept between builds, also those that pip starts, so that they are incremental.
 BUILD_DIR = (
     f"build/{sys.implementation.cache_tag}-torch{torch.__version__}"
     f"{'-debug' if DEBUG else ''}{'-sanitize' if SANITIZE else ''}"
-    f"{'-cuda' if CUDA else ''}{'-hip' if HIP else ''}"
+    f"{'-cuda' if CUDA else ''}"
 )
 HEADERS = sorted(glob("csrc/**/*.h*", recursive=True))
 SOURCES = sorted(glob("csrc/**/*.c*", recursive=True))
@@ -153,7 +128,7 @@ SANITIZE_FLAGS = ["-fsanitize=address,undefined"] if SANITIZE else []
 COMMON_FLAGS = [
     f'-DFSDP_C_VERSION="{VERSION}"',
     f'-DFSDP_C_TORCH_VERSION="{torch.__version__}"',
-    f"-DFSDP_C_CUDA={int(CUDA or HIP)}",
+    f"-DFSDP_C_CUDA={int(CUDA)}",
     f"-DFSDP_C_ROCM={int(torch.version.hip is not None)}",
     *(["-O0", "-g"] if DEBUG else ["-O2", "-DNDEBUG"]),
     *SANITIZE_FLAGS,
@@ -341,22 +316,21 @@ class BuildNative(build_ext):
         super().run()
         library = f"{BUILD_DIR}/_cuda.so"
         target = Path(self.get_ext_fullpath("fsdp_c._native")).with_name("_cuda.so")
-        if not CUDA and not HIP:
+        if not CUDA:
             target.unlink(missing_ok=True)  # of an earlier build with them
             return
         if is_older(library, CUDA_SOURCES):
             script = [sys.executable, "csrc/cuda/build.py", library]
-            script += ["--folder", BUILD_DIR, *(["--hip"] if HIP else [])]
+            script += ["--folder", BUILD_DIR]
             if subprocess.run(script, check=False).returncode != 0:
-                name = "FSDP_C_HIP" if HIP else "FSDP_C_CUDA"
-                stop(f"the kernels for GPUs do not compile (see above), set {name}=0")
+                stop("the CUDA kernels do not compile (see above), set FSDP_C_CUDA=0")
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(library, target)
 
     def get_outputs(self) -> list[str]:
         outputs: list[str] = super().get_outputs()
         target = Path(self.get_ext_fullpath("fsdp_c._native")).with_name("_cuda.so")
-        return [*outputs, str(target)] if CUDA or HIP else outputs
+        return [*outputs, str(target)] if CUDA else outputs
 
 
 def is_older(target: str, sources: list[str]) -> bool:

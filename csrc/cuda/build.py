@@ -1,19 +1,14 @@
-"""Builds the library of kernels: python csrc/cuda/build.py [--hip] OUTPUT.
+"""Builds the library of kernels: python csrc/cuda/build.py OUTPUT.
 
-For CUDA it needs nvcc and a C compiler, no GPU, no torch and no installed CUDA
+It needs nvcc and a C compiler, no GPU, no torch and no installed CUDA
 runtime: that is linked in. Machine code for every architecture that this nvcc knows of
 ARCHITECTURES, and PTX of the newest one for those to come.
-
-For AMD GPUs it needs hipcc, and the HIP runtime, which stays a library of its own: it
-has to be the one that torch uses. Machine code for the architectures of
-PYTORCH_ROCM_ARCH, or for every one that this hipcc knows of HIP_ARCHITECTURES.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -22,10 +17,6 @@ from pathlib import Path
 
 CSRC = Path(__file__).resolve().parents[1]
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
-HIP_ARCHITECTURES = (
-    *("gfx908", "gfx90a", "gfx942", "gfx950"),
-    *("gfx1030", "gfx1100", "gfx1101", "gfx1200", "gfx1201"),
-)
 
 HOST_FLAGS = ["-fPIC", "-fvisibility=hidden", f"-fmacro-prefix-map={CSRC.parent}/="]
 
@@ -36,51 +27,6 @@ def find_nvcc() -> str | None:
     if home is not None:
         return shutil.which(str(Path(home, "bin", "nvcc")))
     return shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
-
-
-def find_hipcc() -> str | None:
-    """Return the hipcc of ROCM_HOME, ROCM_PATH or PATH, None if there is none."""
-    home = os.environ.get("ROCM_HOME") or os.environ.get("ROCM_PATH")
-    if home is not None:
-        return shutil.which(str(Path(home, "bin", "hipcc")))
-    return shutil.which("hipcc") or shutil.which("/opt/rocm/bin/hipcc")
-
-
-def hip_environment() -> dict[str, str]:
-    """Return hipcc's environment: beside an nvcc it compiles for NVIDIA otherwise."""
-    return {**os.environ, "HIP_PLATFORM": "amd"}
-
-
-def hip_version(hipcc: str) -> str:
-    """Return the version of HIP, as 6.4.43484; empty if hipcc tells none."""
-    told = subprocess.run(
-        [hipcc, "--version"],
-        check=False,
-        capture_output=True,
-        text=True,
-        env=hip_environment(),
-    ).stdout
-    found = re.search(r"HIP version: *([\d.]+)", told)
-    return "" if found is None else found[1]
-
-
-def hip_architectures(hipcc: str) -> list[str]:
-    """Return those of PYTORCH_ROCM_ARCH, else those that this hipcc knows."""
-    asked = re.split(r"[ ;,]+", os.environ.get("PYTORCH_ROCM_ARCH", "").strip())
-    if any(asked):
-        return [arch for arch in asked if arch]
-    probe = ["-x", "hip", "-fsyntax-only", os.devnull]
-    return [
-        arch
-        for arch in HIP_ARCHITECTURES
-        if subprocess.run(
-            [hipcc, f"--offload-arch={arch}", *probe],
-            check=False,
-            capture_output=True,
-            env=hip_environment(),
-        ).returncode
-        == 0
-    ]
 
 
 def architectures(nvcc: str) -> list[int]:
@@ -126,54 +72,23 @@ def commands(
     return [compile_status(status), compile_kernels, link]
 
 
-def hip_commands(
-    hipcc: str, output: Path, folder: Path, archs: list[str]
-) -> list[list[str]]:
-    """Return the same for hipcc, which would fuse products and sums by itself."""
-    status = folder / "status.o"
-    kernels = folder / "kernels.o"
-    code = [f"--offload-arch={arch}" for arch in archs]
-    compile_kernels = [hipcc, "-x", "hip", "-std=c++17", "-O3", "-ffp-contract=off"]
-    compile_kernels += [*code, *HOST_FLAGS, *WARNINGS[:2], *INCLUDES]
-    compile_kernels += ["-c", str(CSRC / "cuda/kernels.cu"), "-o", str(kernels)]
-    exports = CSRC / "cuda/exports.map"
-    link = [hipcc, "-shared", *code, str(kernels), str(status)]
-    link += [f"-Wl,--no-undefined,--version-script={exports}", "-o", str(output)]
-    return [compile_status(status), compile_kernels, link]
-
-
-def build(
-    output: Path, folder: Path, archs: list[str] | None = None, *, hip: bool = False
-) -> None:
+def build(output: Path, folder: Path, archs: list[int] | None = None) -> None:
     """Build the library ``output`` with objects in ``folder``.
 
     Raises:
-        FileNotFoundError: There is no nvcc or hipcc, or none that knows a GPU.
+        FileNotFoundError: There is no nvcc.
         subprocess.CalledProcessError: A compiler failed; it said why.
     """
-    compiler = find_hipcc() if hip else find_nvcc()
-    if compiler is None:
+    nvcc = find_nvcc()
+    if nvcc is None:
         raise FileNotFoundError(
-            "hipcc is neither in ROCM_HOME nor on PATH: install ROCm"
-            if hip
-            else "nvcc is neither in CUDA_HOME nor on PATH: install the CUDA toolkit"
+            "nvcc is neither in CUDA_HOME nor on PATH: install the CUDA toolkit"
         )
     folder.mkdir(parents=True, exist_ok=True)
     output.parent.mkdir(parents=True, exist_ok=True)
-    if hip:
-        named = archs or hip_architectures(compiler)
-        if not named:
-            raise FileNotFoundError(
-                f"{compiler} knows none of {', '.join(HIP_ARCHITECTURES)}: name one "
-                "with --arch or PYTORCH_ROCM_ARCH"
-            )
-        steps = hip_commands(compiler, output, folder, named)
-    else:
-        numbers = [int(arch) for arch in archs or architectures(compiler)]
-        steps = commands(compiler, output, folder, numbers)
-    for command in steps:
+    for command in commands(nvcc, output, folder, archs or architectures(nvcc)):
         print(shlex.join(command), flush=True)
-        subprocess.run(command, check=True, env=hip_environment() if hip else None)
+        subprocess.run(command, check=True)
 
 
 def main() -> int:
@@ -181,15 +96,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("output", type=Path, help="the library, fsdp_c/_cuda.so")
     parser.add_argument("--folder", type=Path, default=Path("build/cuda"))
-    parser.add_argument("--hip", action="store_true", help="for AMD GPUs, by hipcc")
     parser.add_argument(
         "--arch",
         action="append",
-        help="only this architecture (90, gfx90a); may be given several times",
+        type=int,
+        help="only this architecture, such as 90; may be given several times",
     )
     args = parser.parse_args()
     try:
-        build(args.output, args.folder, args.arch, hip=args.hip)
+        build(args.output, args.folder, args.arch)
     except FileNotFoundError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -2,9 +2,6 @@
 // so that a test can run the same code without one, for the host.
 #pragma once
 
-#if defined(__HIPCC__)
-#include <hip/hip_runtime.h>  // first: it has a memcpy for the device
-#endif
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -15,13 +12,11 @@
 #if defined(__CUDACC__)
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#endif
-#if defined(__CUDACC__) || defined(__HIPCC__)
 #define FSDP_HD __host__ __device__ __forceinline__
 #else
 #define FSDP_HD inline
 #endif
-#if defined(__CUDA_ARCH__) || defined(__HIP_DEVICE_COMPILE__)
+#if defined(__CUDA_ARCH__)
 #define FSDP_UNROLL _Pragma("unroll")
 #else
 #define FSDP_UNROLL

@@ -1,7 +1,8 @@
 // The kernels, their launches, and the table that the bridge gets.
+#include <cuda_runtime.h>
+
 #include "cuda/kernels.h"
 #include "cuda/launch.hpp"
-#include "cuda/runtime.hpp"
 #include "cuda/work.hpp"
 
 namespace fsdp_cuda {
@@ -66,10 +67,9 @@ __global__ void __launch_bounds__(kThreads)
 fsdp_status launched(const char *operation, int num_blocks, fsdp_error *error) {
   const cudaError_t code = cudaGetLastError();
   if (code == cudaSuccess) return FSDP_OK;
-  return FSDP_FAIL(error, FSDP_BACKEND,
-                   FSDP_CUDA_RUNTIME " %s: launching %d blocks failed: %s (%s)",
-                   operation, num_blocks, cudaGetErrorString(code),
-                   cudaGetErrorName(code));
+  return FSDP_FAIL(
+      error, FSDP_BACKEND, "CUDA %s: launching %d blocks failed: %s (%s)",
+      operation, num_blocks, cudaGetErrorString(code), cudaGetErrorName(code));
 }
 
 template <int To>
@@ -202,13 +202,14 @@ const fsdp_cuda_kernels kernels = {FSDP_CUDA_KERNELS_VERSION, pack,
 // The only symbol that leaves the library.
 extern "C" __attribute__((visibility("default"))) const fsdp_cuda_kernels *
 fsdp_cuda_kernels_table(fsdp_error *error) {
+  constexpr int kMajor = 1000;  // of a version, as 12040 for 12.4
+  constexpr int kMinor = 10;
   int driver = 0;
   int runtime = 0;
   cudaFuncAttributes attributes = {};
   cudaError_t code = cudaDriverGetVersion(&driver);
   if (code == cudaSuccess) code = cudaRuntimeGetVersion(&runtime);
-  if (code == cudaSuccess &&
-      driver / FSDP_CUDA_MAJOR >= runtime / FSDP_CUDA_MAJOR) {
+  if (code == cudaSuccess && driver / kMajor >= runtime / kMajor) {
     code = cudaFuncGetAttributes(
         &attributes,
         reinterpret_cast<const void *>(fsdp_cuda::norm_finish_kernel));
@@ -217,10 +218,9 @@ fsdp_cuda_kernels_table(fsdp_error *error) {
   (void)cudaGetLastError();  // reported here, and no launch's failure
   (void)FSDP_FAIL(
       error, FSDP_BACKEND,
-      "the " FSDP_CUDA_RUNTIME
-      " kernels cannot run here: %s; driver %d.%d, built with %d.%d",
+      "the CUDA kernels cannot run here: %s; driver %d.%d, built with %d.%d",
       code != cudaSuccess ? cudaGetErrorString(code) : "the driver is too old",
-      driver / FSDP_CUDA_MAJOR, driver % FSDP_CUDA_MAJOR / FSDP_CUDA_MINOR,
-      runtime / FSDP_CUDA_MAJOR, runtime % FSDP_CUDA_MAJOR / FSDP_CUDA_MINOR);
+      driver / kMajor, driver % kMajor / kMinor, runtime / kMajor,
+      runtime % kMajor / kMinor);
   return nullptr;
 }

@@ -7,14 +7,9 @@
 
 namespace fsdp_cuda {
 
-// One table fits into the 4 KiB of parameters that every driver takes. HIP does
-// not document that it takes more.
+// One table fits into the 4 KiB of parameters that every driver takes.
 constexpr int kFewItems = 120;
-#if defined(__HIPCC__)
-constexpr int kManyItems = kFewItems;
-#else
 constexpr int kManyItems = FSDP_CUDA_MAX_ITEMS;
-#endif
 static_assert(sizeof(Table<kFewItems>) + 32 <= 4096, "4 KiB of parameters");
 static_assert(sizeof(Table<kManyItems>) + 32 <= 32764, "32 KiB of parameters");
 

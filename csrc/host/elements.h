@@ -1,7 +1,7 @@
 /*
  * Converts one element by its bits. The code is branch-free, so that the
  * compiler can vectorise it, and independent of the flush-to-zero modes that
- * torch.set_flush_denormal turns on. C++, CUDA and HIP may include it; use the
+ * torch.set_flush_denormal turns on. C++ and CUDA may include it; use the
  * processor's own instructions there if it has them.
  */
 #ifndef FSDP_HOST_ELEMENTS_H
@@ -10,7 +10,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#if defined(__CUDACC__) || defined(__HIPCC__)
+#if defined(__CUDACC__)
 #define FSDP_ELEMENT static inline __host__ __device__
 #elif defined(__GNUC__)
 #define FSDP_ELEMENT static inline __attribute__((always_inline, unused))

@@ -15,7 +15,7 @@ typedef int (*exchange_mode)(int *mode);
 enum { RELAXED = 2 }; /* the same number in the driver and in the runtime */
 
 /* The driver's call, or that of the runtime that torch has loaded. Both set the
- * same mode. HIP has the same modes. */
+ * same mode. */
 static exchange_mode find_exchange(void) {
   static const struct {
     const char *library;
@@ -23,7 +23,6 @@ static exchange_mode find_exchange(void) {
   } places[] = {
       {"libcuda.so.1", "cuThreadExchangeStreamCaptureMode"},
       {"libc10_cuda.so", "cudaThreadExchangeStreamCaptureMode"},
-      {"libc10_hip.so", "hipThreadExchangeStreamCaptureMode"},
   };
   exchange_mode found = NULL;
   for (size_t i = 0; i < sizeof places / sizeof places[0]; i++) {

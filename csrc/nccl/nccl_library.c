@@ -165,7 +165,7 @@ static bool try_wheel(const char *path, const char *name,
 fsdp_status fsdp_nccl_library_open(const fsdp_nccl_search *search,
                                    fsdp_nccl_library *library,
                                    fsdp_error *error) {
-  const char *name = search->is_rocm ? "librccl.so.1" : "libnccl.so.2";
+  static const char name[] = "libnccl.so.2";
   char reasons[REASONS_NBYTES] = "";
 
   if (search->forced_path != NULL) {
@@ -184,9 +184,7 @@ fsdp_status fsdp_nccl_library_open(const fsdp_nccl_search *search,
   }
   if (try_open(name, 0, FSDP_NCCL_SYSTEM, library, reasons)) return FSDP_OK;
   return FSDP_FAIL(error, FSDP_BACKEND,
-                   "no usable %s was found; tried %s. Install %s",
-                   search->is_rocm ? "RCCL" : "NCCL", reasons,
-                   search->is_rocm ? "RCCL, which is a part of ROCm"
-                                   : "torch with CUDA, or the package of NCCL "
-                                     "for your CUDA");
+                   "no usable NCCL was found; tried %s. Install torch with "
+                   "CUDA, or the package of NCCL for your CUDA",
+                   reasons);
 }

@@ -1,7 +1,6 @@
 /*
  * Finds libnccl at run time: the copy that torch has loaded, so that there is
  * only one in the process; else the one in the NCCL wheel; else the system's.
- * On ROCm it is librccl, which has the same entry points and versions.
  */
 #ifndef FSDP_NCCL_LIBRARY_H
 #define FSDP_NCCL_LIBRARY_H
@@ -35,7 +34,6 @@ typedef struct fsdp_nccl_library {
 typedef struct fsdp_nccl_search {
   const char *forced_path; /* use only this file; NULL: search */
   const char *wheel_path;  /* file, or folder of the library; may be NULL */
-  bool is_rocm;            /* AMD's librccl.so.1, not libnccl.so.2 */
 } fsdp_nccl_search;
 
 /*

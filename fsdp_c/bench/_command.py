@@ -155,9 +155,7 @@ def machine(device: str) -> dict[str, Any]:
     }
     if device == "cuda":
         found["gpu"] = torch.cuda.get_device_name()
-        found["hip" if torch.version.hip else "cuda"] = (
-            torch.version.hip or torch.version.cuda
-        )
+        found["cuda"] = torch.version.cuda
         nccl: Any = torch.cuda.nccl
         found["nccl"] = ".".join(map(str, nccl.version()))
     return found

@@ -164,10 +164,7 @@ def _device_rows(machine: Machine) -> Iterator[Row]:
         yield Row("devices", "accelerator", f"{count} x {machine.accelerator}")
     else:
         yield Row("devices", "accelerator", "none: everything runs on the CPU")
-    if torch.version.hip:
-        yield Row("devices", "torch's ROCm", torch.version.hip)
-    else:
-        yield Row("devices", "torch's CUDA", torch.version.cuda or "none")
+    yield Row("devices", "torch's CUDA", torch.version.cuda or "none")
     yield _kernels_row(machine)
 
 
@@ -184,8 +181,6 @@ def _kernels_row(machine: Machine) -> Row:
     if machine.env.get("FSDP_C_CUDA") == "0":
         return Row("devices", name, value, "note", "unset FSDP_C_CUDA")
     remedy = "install nvcc, and build with FSDP_C_CUDA=1"
-    if torch.version.hip:
-        remedy = "install torch's ROCm, and build with FSDP_C_HIP=1"
     remedy = "" if library.exists() else remedy
     return Row("devices", name, value, "note", remedy)
 
@@ -247,8 +242,8 @@ def _nccl_rows(machine: Machine) -> Iterator[Row]:
         value = "the group's own c10d backend: switched off by FSDP_C_NCCL=0"
         yield Row(_SECTION, "nccl", value, "note", "unset FSDP_C_NCCL on all ranks")
     elif why_not:
-        value = "the group's own c10d backend: no usable libnccl or librccl"
-        remedy = "install NCCL 2.18 (RCCL 2.18) or newer"
+        value = "the group's own c10d backend: no usable libnccl"
+        remedy = "install NCCL 2.18 or newer"
         if is_forced:
             remedy = "correct FSDP_C_NCCL_LIBRARY, or unset it"
         yield Row(_SECTION, "nccl", value, "warning", remedy)

@@ -115,21 +115,9 @@ BUILD_SWITCHES = (
         "built where nvcc is found and torch is a CUDA build",
         "the CUDA kernels; 0: never, 1: an error without nvcc",
     ),
-    Switch(
-        "FSDP_C_HIP",
-        "built where there is a hipcc of torch's ROCm",
-        "the kernels for AMD GPUs; 0: never, 1: an error without such a hipcc",
-    ),
     Switch("FSDP_C_DEBUG", "0", "1: no optimisation, asserts"),
     Switch("FSDP_C_SANITIZE", "0", "1: address and undefined behaviour sanitizers"),
     Switch("MAX_JOBS", "the number of cores", "files compiled at a time"),
-    Switch(
-        "PYTORCH_ROCM_ARCH",
-        "those that hipcc knows of fsdp_c's list",
-        "architectures of AMD GPUs, such as gfx90a;gfx942",
-    ),
-    Switch("ROCM_HOME", "ROCM_PATH, then PATH", "ROCm, for its hipcc"),
-    Switch("ROCM_PATH", "PATH", "the same, where ROCM_HOME is not set"),
 )
 
 # torch's own, where they change what fsdp_c does or how fast it is.

@@ -7,7 +7,6 @@
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include "base/alloc.h"
@@ -26,12 +25,12 @@ static fsdp_nccl_events g_fake;
 static _Atomic int64_t g_num_asked;
 static _Atomic int64_t g_num_spoiled; /* captures */
 
-static void load_stand_in(const char *name) {
+static void load_stand_in(void) {
   char path[512];
   const ssize_t length = readlink("/proc/self/exe", path, 400);
   if (!CHECK(length > 0)) exit(1);
   path[length] = 0;
-  (void)snprintf(strrchr(path, '/'), 100, "/%s", name);
+  (void)snprintf(strrchr(path, '/'), 100, "/libcapture.so");
   void *handle = dlopen(path, RTLD_NOW);
   void *address = handle == NULL ? NULL : dlsym(handle, "stand_in_mode");
   if (!CHECK(address != NULL)) exit(1);
@@ -46,27 +45,12 @@ static void *relax_and_tell(void *argument) {
   return NULL;
 }
 
-/* On ROCm the call is HIP's, in the runtime behind torch's library. In a
- * process of its own: a call that was found once is kept. */
-TEST(test_relaxed_thread_on_rocm) {
-  const pid_t child = fork();
-  if (child == 0) {
-    int mode = -1;
-    load_stand_in("libcapture_hip.so");
-    (void)relax_and_tell(&mode);
-    _exit(mode == RELAXED ? 0 : 1);
-  }
-  int exit_status = -1;
-  CHECK(child > 0 && waitpid(child, &exit_status, 0) == child);
-  CHECK_I64(exit_status, 0);
-}
-
 /* Of the thread alone. */
 TEST(test_relaxed_thread) {
   pthread_t thread;
   int mode = -1;
   CHECK(!fsdp_nccl_relax_capture()); /* no CUDA is loaded */
-  load_stand_in("libcapture.so");
+  load_stand_in();
   CHECK(pthread_create(&thread, NULL, relax_and_tell, &mode) == 0);
   CHECK(pthread_join(thread, NULL) == 0);
   CHECK_I64(mode, RELAXED);

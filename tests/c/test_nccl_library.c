@@ -51,38 +51,6 @@ TEST(test_symbols_that_are_loaded) {
   CHECK_I64(exit_status, 0);
 }
 
-/* On ROCm, the same under RCCL's name; libnccl is not looked for. In a process
- * of its own, too. */
-TEST(test_librccl) {
-  const fsdp_nccl_search search = {.wheel_path = "/nowhere", .is_rocm = true};
-  fsdp_nccl_library library = {.version = -7};
-  const pid_t child = fork();
-  if (child == 0) {
-    fsdp_error error = {0};
-    const char *path = file("libwrong_rccl.so");
-    const bool has_system =
-        fsdp_nccl_library_open(&search, &library, &error) == FSDP_OK;
-    const bool is_named =
-        has_system ||
-        (strstr(error.message,
-                "no usable RCCL was found; tried librccl.so.1 "
-                "(already loaded): is not loaded; "
-                "/nowhere/librccl.so.1 (wheel): ") != NULL &&
-         strstr(error.message, "; librccl.so.1 (system): ") != NULL &&
-         strstr(error.message, "Install RCCL, which is a part") != NULL &&
-         strstr(error.message, "libnccl") == NULL);
-    const bool is_taken =
-        has_system ||
-        (dlopen(path, RTLD_NOW) != NULL &&
-         fsdp_nccl_library_open(&search, &library, NULL) == FSDP_OK &&
-         library.origin == FSDP_NCCL_LOADED && strcmp(library.path, path) == 0);
-    _exit(is_named && is_taken ? 0 : 1);
-  }
-  int exit_status = -1;
-  CHECK(child > 0 && waitpid(child, &exit_status, 0) == child);
-  CHECK_I64(exit_status, 0);
-}
-
 /* Runs before any libnccl.so.2 is loaded, then loads one. */
 TEST(test_order_of_places) {
   char folder[] = "/tmp/fsdp_c_nccl_XXXXXX";

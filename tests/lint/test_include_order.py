@@ -34,10 +34,7 @@ LIBC = {f"{name}.h" for name in LIBC_NAMES.split()}
 SYSTEM = {
     "nccl": {"dlfcn.h", "elf.h", "link.h", "pthread.h"},
     "host": {"immintrin.h", "sys/mman.h", "unistd.h"},
-    "cuda": {
-        *("cuda_bf16.h", "cuda_fp16.h", "cuda_runtime.h"),
-        "hip/hip_runtime.h",
-    },
+    "cuda": {"cuda_bf16.h", "cuda_fp16.h", "cuda_runtime.h"},
     "torch": {"*"},
     "python": {"Python.h", "structmember.h"},
     "shm": {

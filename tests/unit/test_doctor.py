@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 from fsdp_c import _native, doctor
 from fsdp_c.doctor import Machine, Row
@@ -241,16 +240,6 @@ def test_which_libnccl() -> None:
     assert value == "none: libnccl.so.2: no such file"
     assert _value("libnccl", parts=parts) == "none (not needed)"
     assert _value("nccl", parts=parts).startswith("no such groups")
-
-
-def test_torch_for_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its version, and what to build; its accelerator is called cuda."""
-    monkeypatch.setattr(torch.version, "hip", "6.4.43484")
-    assert _value("torch's ROCm") == "6.4.43484"
-    monkeypatch.setattr(Path, "exists", lambda _: False)
-    parts = {**PARTS, "why_no_cuda_kernels": "_cuda.so: no such file"}
-    machine = Machine(**{**vars(HEALTHY), "accelerator": "cuda", "parts": parts})
-    assert "FSDP_C_HIP=1" in _found(machine)["GPU kernels"].remedy
 
 
 def test_what_packs_on_cuda() -> None:

@@ -98,9 +98,12 @@ struct Library {
 const Library &the_library() {
   static const auto *const self = [] {
     auto *made = new Library();
+    if (FSDP_C_ROCM != 0) {  // its librccl has NCCL's names
+      made->why_not = "this torch is for AMD GPUs, which c10d serves";
+      return made;
+    }
     fsdp_nccl_search search = {};
-    search.is_rocm = FSDP_C_ROCM != 0;
-    const std::string wheel = search.is_rocm ? "" : wheel_folder();
+    const std::string wheel = wheel_folder();
     search.forced_path = std::getenv("FSDP_C_NCCL_LIBRARY");
     search.wheel_path = wheel.empty() ? nullptr : wheel.c_str();
     fsdp_error error = {};

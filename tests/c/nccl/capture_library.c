@@ -1,18 +1,12 @@
 /*
- * The call that changes a thread's mode of captures: the driver's, or HIP's.
+ * The call that changes a thread's mode of captures: the driver's.
  */
 #define EXPORTED __attribute__((visibility("default")))
 
 static _Thread_local int t_mode = 0; /* global, as CUDA's threads begin */
 
-#if defined(HIP)
-#define EXCHANGE hipThreadExchangeStreamCaptureMode
-#else
-#define EXCHANGE cuThreadExchangeStreamCaptureMode
-#endif
-
-EXPORTED int EXCHANGE(int *mode);
-int EXCHANGE(int *mode) {
+EXPORTED int cuThreadExchangeStreamCaptureMode(int *mode);
+int cuThreadExchangeStreamCaptureMode(int *mode) {
   const int before = t_mode;
   t_mode = *mode;
   *mode = before;
