@@ -69,7 +69,7 @@ static int enqueue(const fsdp_nccl_transport *transport,
 }
 
 /* Gives NCCL all collectives of the channel, in one group if there are several.
- * Returns the first result that is a failure, or IN_PROGRESS. */
+ * Returns the first result that is a failure. */
 static int launch(const fsdp_nccl_transport *transport,
                   const fsdp_nccl_channel *channel) {
   const bool is_group = channel->num_collectives > 1;
@@ -79,17 +79,13 @@ static int launch(const fsdp_nccl_transport *transport,
     if (first != FSDP_NCCL_SUCCESS) return first;
   }
   for (size_t i = 0; i < channel->num_collectives; i++) {
-    const int result = enqueue(transport, channel, &channel->collectives[i]);
-    if (result == FSDP_NCCL_SUCCESS) continue;
-    first = result;
-    if (result != FSDP_NCCL_IN_PROGRESS) break;
+    first = enqueue(transport, channel, &channel->collectives[i]);
+    if (first != FSDP_NCCL_SUCCESS) break;
   }
   if (!is_group) return first;
   /* After a failure too: the thread must close its group. */
   const int result = transport->api.group_end();
-  const bool is_fine =
-      first == FSDP_NCCL_SUCCESS || first == FSDP_NCCL_IN_PROGRESS;
-  return is_fine && result != FSDP_NCCL_SUCCESS ? result : first;
+  return first == FSDP_NCCL_SUCCESS ? result : first;
 }
 
 /* The next operation of the channel. From now on it is this rank's position. */
@@ -136,10 +132,7 @@ static fsdp_status issue_locked(fsdp_nccl_transport *transport,
       begin_operation(transport, channel,
                       kind_name(channel->collectives[0].kind), channel->label);
   FSDP_TRY(launch_in_order(transport, channel, &result, error));
-  if (result == FSDP_NCCL_IN_PROGRESS) {
-    FSDP_TRY(fsdp_nccl_priv_settle(transport, index, operation.name,
-                                   transport->options.timeout_ms, error));
-  } else if (result != FSDP_NCCL_SUCCESS) {
+  if (result != FSDP_NCCL_SUCCESS) {
     return fsdp_nccl_priv_fail_result(transport, index, operation.name, result,
                                       error);
   }

@@ -76,7 +76,6 @@ static int make_comm(fsdp_nccl_transport *transport, fsdp_nccl_id id,
                      fsdp_nccl_comm **comm) {
   const fsdp_nccl_api *api = &transport->api;
   const fsdp_nccl_tuning *tuning = &transport->options.tuning;
-  int64_t pause_us = 0;
   fsdp_nccl_config config = {
       .nbytes = sizeof config,
       .magic = FSDP_NCCL_CONFIG_MAGIC,
@@ -88,17 +87,8 @@ static int make_comm(fsdp_nccl_transport *transport, fsdp_nccl_id id,
       .net_name = tuning->net_name,
       .split_share = tuning->split_share,
   };
-  int result = api->comm_init_rank_config(comm, (int)transport->world_size, id,
-                                          (int)transport->rank, &config);
-  /* Only where NCCL_COMM_BLOCKING=0 overrides the configuration. */
-  while (result == FSDP_NCCL_IN_PROGRESS &&
-         fsdp_nccl_priv_is_healthy(transport)) {
-    int state = FSDP_NCCL_SUCCESS;
-    fsdp_nccl_priv_pause(&pause_us);
-    result = api->comm_get_async_error(*comm, &state);
-    if (result == FSDP_NCCL_SUCCESS) result = state;
-  }
-  return result;
+  return api->comm_init_rank_config(comm, (int)transport->world_size, id,
+                                    (int)transport->rank, &config);
 }
 
 static void set_stage(fsdp_nccl_transport *transport, fsdp_channel index,
@@ -196,6 +186,15 @@ static fsdp_status connect_until(fsdp_nccl_transport *transport,
                                     transport->options.init_timeout_ms, error);
   }
   if (result == FSDP_NCCL_SUCCESS) return FSDP_OK;
+  if (result == FSDP_NCCL_IN_PROGRESS) {
+    (void)FSDP_FAIL(&cause, FSDP_BACKEND,
+                    "rank %" PRId64 " of %" PRId64
+                    ": NCCL makes communicators that do not block, because of "
+                    "NCCL_COMM_BLOCKING=0, in the environment or in nccl.conf: "
+                    "unset it on all ranks",
+                    transport->rank, transport->world_size);
+    return fsdp_nccl_priv_fail(transport, &cause, error);
+  }
   return fsdp_nccl_priv_fail_result(transport, index, stage, result, error);
 }
 
@@ -208,31 +207,6 @@ fsdp_status fsdp_nccl_priv_connect(fsdp_nccl_transport *transport,
       connect_until(transport, index, deadline_ms, error);
   fsdp_nccl_priv_set_meeting(transport, index, false);
   return status;
-}
-
-fsdp_status fsdp_nccl_priv_settle(fsdp_nccl_transport *transport,
-                                  fsdp_channel index, const char *what,
-                                  int64_t timeout_ms, fsdp_error *error) {
-  fsdp_nccl_comm *comm = transport->channels[index].comm_in_use;
-  const int64_t started_ms = fsdp_nccl_priv_now_ms();
-  int64_t pause_us = 0;
-  for (;;) {
-    int state = FSDP_NCCL_SUCCESS;
-    int result = transport->api.comm_get_async_error(comm, &state);
-    if (result == FSDP_NCCL_SUCCESS) result = state;
-    if (result == FSDP_NCCL_SUCCESS) return FSDP_OK;
-    if (result != FSDP_NCCL_IN_PROGRESS) {
-      return fsdp_nccl_priv_fail_result(transport, index, what, result, error);
-    }
-    if (timeout_ms > 0 && fsdp_nccl_priv_now_ms() - started_ms >= timeout_ms) {
-      return fsdp_nccl_priv_fail_slow(transport, index, what, timeout_ms,
-                                      error);
-    }
-    fsdp_nccl_priv_pause(&pause_us);
-    const fsdp_status status =
-        fsdp_nccl_priv_first_error(transport, false, error);
-    if (status != FSDP_OK) return status;
-  }
 }
 
 void fsdp_nccl_priv_poll(fsdp_nccl_transport *transport, fsdp_channel index) {

@@ -12,25 +12,11 @@ static void set_finalizing(fsdp_nccl_transport *transport,
   (void)pthread_mutex_unlock(&transport->lock);
 }
 
-/* Whether NCCL finalized the communicator. Blocks, unless NCCL_COMM_BLOCKING=0.
- */
+/* Whether NCCL finalized the communicator. Blocks. */
 static bool flush(fsdp_nccl_transport *transport, fsdp_nccl_channel *channel) {
-  const fsdp_nccl_api *api = &transport->api;
-  fsdp_nccl_comm *comm = channel->comm_in_use;
-  const int64_t deadline_ms =
-      fsdp_nccl_priv_now_ms() + transport->options.leave_ms;
-  int64_t pause_us = 0;
   set_finalizing(transport, channel, true);
-  int result = api->comm_finalize(comm);
+  const int result = transport->api.comm_finalize(channel->comm_in_use);
   set_finalizing(transport, channel, false);
-  while (result == FSDP_NCCL_IN_PROGRESS) {
-    int state = FSDP_NCCL_SUCCESS;
-    result = api->comm_get_async_error(comm, &state);
-    if (result == FSDP_NCCL_SUCCESS) result = state;
-    if (result != FSDP_NCCL_IN_PROGRESS) break;
-    if (fsdp_nccl_priv_now_ms() >= deadline_ms) return false;
-    fsdp_nccl_priv_pause(&pause_us);
-  }
   return result == FSDP_NCCL_SUCCESS;
 }
 

@@ -182,14 +182,6 @@ bool fsdp_nccl_priv_abort_all(fsdp_nccl_transport *transport,
  * transport if it cannot. */
 FSDP_NODISCARD fsdp_status fsdp_nccl_priv_connect(
     fsdp_nccl_transport *transport, fsdp_channel channel, fsdp_error *error);
-/* Waits until NCCL's own work on the host is done for the channel, which this
- * thread uses; `what` is under way. Only a communicator that NCCL_COMM_BLOCKING
- * made non-blocking needs it. On failure the transport has failed. */
-FSDP_NODISCARD fsdp_status fsdp_nccl_priv_settle(fsdp_nccl_transport *transport,
-                                                 fsdp_channel channel,
-                                                 const char *what,
-                                                 int64_t timeout_ms,
-                                                 fsdp_error *error);
 /* Fails the transport if NCCL reports an error between calls. Does nothing
  * while a thread uses the channel. */
 void fsdp_nccl_priv_poll(fsdp_nccl_transport *transport, fsdp_channel channel);

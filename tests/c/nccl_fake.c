@@ -21,7 +21,6 @@ struct fsdp_nccl_comm {
   bool is_live;
   bool is_revoked;
   bool is_ending;     /* abort was called */
-  int64_t num_polls;  /* that still say "in progress" */
   int64_t num_inside; /* threads that are in a call */
   /* As in NCCL 2.26 and newer: a launch leaves it behind, the next call on the
    * communicator frees it. Without a lock, so that the sanitizers see who comes
@@ -164,14 +163,6 @@ static bool is_chosen(void) {
   return g_fail_at-- == 0;
 }
 
-/* An event behind work that has not reached the stream yet means nothing. */
-void nccl_fake_priv_check_settled(void) {
-  for (int64_t i = 0; i < g_num_comms; i++) {
-    if (!g_comms[i].is_live || g_comms[i].num_polls == 0) continue;
-    write_line("WRONG communicator %" PRId64 " is still in progress\n", i);
-  }
-}
-
 static int64_t number(const fsdp_nccl_comm *comm) {
   return comm == NULL ? -1 : (int64_t)(comm - g_comms);
 }
@@ -222,13 +213,6 @@ static void prepare_for_forks(void) {
   (void)pthread_atfork(NULL, NULL, forget_group_jobs);
 }
 
-/* A result for a call that may be in progress afterwards. */
-static int progress(fsdp_nccl_comm *comm) {
-  comm->num_polls = g_settings[NCCL_FAKE_IN_PROGRESS];
-  return g_settings[NCCL_FAKE_IN_PROGRESS] > 0 ? FSDP_NCCL_IN_PROGRESS
-                                               : FSDP_NCCL_SUCCESS;
-}
-
 static int fake_get_version(int *version) {
   *version = 22703;
   return FSDP_NCCL_SUCCESS;
@@ -268,7 +252,7 @@ static int fake_init(fsdp_nccl_comm **comm, int num_ranks, fsdp_nccl_id id,
     while (number(made) < g_settings[NCCL_FAKE_INITS_WAIT])
       (void)pthread_cond_wait(&g_changed, &nccl_fake_lock);
     made->num_inside = 0;
-    result = progress(made);
+    if (g_settings[NCCL_FAKE_NON_BLOCKING] != 0) result = FSDP_NCCL_IN_PROGRESS;
   }
   unlock();
   return result;
@@ -282,9 +266,6 @@ static int fake_async_error(fsdp_nccl_comm *comm, int *async_error) {
     result = g_fail_result;
   } else if ((int)g_settings[NCCL_FAKE_ASYNC_ERROR] != FSDP_NCCL_SUCCESS) {
     *async_error = (int)g_settings[NCCL_FAKE_ASYNC_ERROR];
-  } else if (comm->num_polls > 0) {
-    comm->num_polls--;
-    *async_error = FSDP_NCCL_IN_PROGRESS;
   } else {
     *async_error = FSDP_NCCL_SUCCESS;
   }
@@ -303,19 +284,17 @@ static int end_call(fsdp_nccl_comm *comm, const char *call) {
 
 static int fake_finalize(fsdp_nccl_comm *comm) {
   enter(comm, "finalize");
-  int result = end_call(comm, "finalize");
+  const int result = end_call(comm, "finalize");
   while (g_settings[NCCL_FAKE_GRAPHS_LIVE] > 0) {
     (void)pthread_cond_wait(&g_changed, &nccl_fake_lock);
   }
   if (!comm->is_live) write_line("WRONG finalize goes on in freed memory\n");
-  if (result == FSDP_NCCL_SUCCESS) result = progress(comm);
   leave(comm);
   return result;
 }
 
 static int fake_destroy(fsdp_nccl_comm *comm) {
   enter(comm, "destroy");
-  if (comm->num_polls > 0) write_line("WRONG destroy in progress\n");
   const int result = end_call(comm, "destroy");
   comm->is_live = false;
   leave(comm);
@@ -396,9 +375,6 @@ static int fake_group_end(void) {
   if (t_group_depth == 0) g_num_launching--;
   write_line("group_end\n");
   if (is_chosen()) result = g_fail_result;
-  if (result == FSDP_NCCL_SUCCESS && g_settings[NCCL_FAKE_IN_PROGRESS] > 0) {
-    result = FSDP_NCCL_IN_PROGRESS;
-  }
   unlock();
   return result;
 }
@@ -417,8 +393,6 @@ static int collect(const char *name, const char *tail, const void *send,
   enter(comm, name);
   if (t_group_depth == 0) begin_launch();
   if (comm->group_job == NULL) comm->group_job = malloc(1);
-  if (g_settings[NCCL_FAKE_IN_PROGRESS] > 0)
-    g_counts[NCCL_FAKE_THREADS]++; /* a group's thread in NCCL */
   if (is_chosen()) {
     result = g_fail_result;
     goto done;
@@ -428,7 +402,6 @@ static int collect(const char *name, const char *tail, const void *send,
         g_settings[NCCL_FAKE_ASYNC_ERROR]; /* as NCCL's own check of a call */
     goto done;
   }
-  if (t_group_depth == 0) nccl_fake_priv_check_settled();
   write_line("%s %" PRId64 " %s %zu +%td +%td%s s%" PRIdPTR "\n", name,
              number(comm), dtype_name(dtype), numel,
              (const char *)send - g_base, (const char *)receive - g_base, tail,
@@ -440,8 +413,6 @@ static int collect(const char *name, const char *tail, const void *send,
     if (comm->is_revoked) result = FSDP_NCCL_REMOTE_ERROR;
     goto done;
   }
-  result = progress(comm);
-  if (t_group_depth > 0) result = FSDP_NCCL_SUCCESS;
 done:
   if (t_group_depth == 0) g_num_launching--;
   leave(comm);

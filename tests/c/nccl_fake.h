@@ -35,8 +35,8 @@ void nccl_fake_fail_at(int64_t index, int result, bool with_polls);
 /* Whether the injected failure came to pass. */
 bool nccl_fake_has_failed(void);
 typedef enum nccl_fake_setting {
-  NCCL_FAKE_IN_PROGRESS = 0, /* calls, and so many polls, are in progress */
-  NCCL_FAKE_ASYNC_ERROR,     /* what every poll says */
+  NCCL_FAKE_NON_BLOCKING = 0, /* as with NCCL_COMM_BLOCKING=0 */
+  NCCL_FAKE_ASYNC_ERROR,      /* what every poll says */
   /* Collectives block until their communicator is aborted (then they succeed)
    * or revoked (then they do not). */
   NCCL_FAKE_BLOCKING,
@@ -51,7 +51,6 @@ void nccl_fake_set(nccl_fake_setting setting, int64_t value);
 
 typedef enum nccl_fake_count {
   NCCL_FAKE_POLLS = 0, /* of errors */
-  NCCL_FAKE_THREADS,   /* that NCCL starts for launches in progress */
   NCCL_FAKE_ABORTS,
   NCCL_FAKE_NUM_COUNTS
 } nccl_fake_count;

@@ -8,8 +8,6 @@
 
 extern pthread_mutex_t nccl_fake_lock;
 
-/* Under the lock: notes communicators that are in progress. */
-void nccl_fake_priv_check_settled(void);
 void nccl_fake_priv_reset_store(void);
 void nccl_fake_priv_reset_events(void);
 

@@ -225,30 +225,20 @@ TEST(test_abandoned_group) {
   nccl_fixture_leave(transport);
 }
 
-TEST(test_in_progress) {
+/* NCCL_COMM_BLOCKING=0 overrides what the transport asks for. */
+TEST(test_non_blocking_communicators_are_refused) {
   const fsdp_nccl_options options = nccl_fixture_options();
-  fsdp_error error = {0};
   nccl_fake_reset();
-  nccl_fake_set(NCCL_FAKE_IN_PROGRESS, 3);
-  fsdp_transport *transport = nccl_fixture_join_next(&options, 0, 2);
-  CHECK_OK(nccl_fixture_unit(transport, true, &error));
-  CHECK_OK(nccl_fixture_gather(transport, NULL, &error));
-  nccl_fixture_leave(transport);
-  CHECK_I64(nccl_fake_num(NCCL_FAKE_ABORTS), 0);
-}
-
-TEST(test_in_progress_for_too_long) {
-  fsdp_nccl_options options = nccl_fixture_options();
-  options.timeout_ms = 100;
-  fsdp_transport *transport = nccl_fixture_join(&options, 0, 1);
+  nccl_fake_set(NCCL_FAKE_NON_BLOCKING, 1);
+  fsdp_transport *transport = nccl_fixture_create(&options, 0, 2);
   fsdp_error error = {0};
-  nccl_fake_set(NCCL_FAKE_IN_PROGRESS, INT64_MAX);
   CHECK_FAILS(nccl_fixture_unit(transport, false, &error), FSDP_BACKEND,
               error.message,
-              "rank 0 of 1: all_gather on the host is still in progress after "
-              "100 ms, at operation 1 of the gathers (all_gather of unit 'a'): "
-              "another rank does not take part");
-  CHECK_I64(nccl_fake_num_store_calls(), 2); /* the ids */
+              "..NCCL makes communicators that do not block, because of "
+              "NCCL_COMM_BLOCKING=0, in the environment or in nccl.conf: "
+              "unset it on all ranks.");
+  CHECK_I64(nccl_fake_num(NCCL_FAKE_ABORTS), 1);
+  CHECK_I64(nccl_fake_num_live(), 0);
   nccl_fixture_leave(transport);
 }
 
@@ -265,17 +255,8 @@ static void check_tape_and_aborts(const char *text) {
 /* Never hangs, whatever is in flight. */
 TEST(test_leaving) {
   fsdp_nccl_options options = nccl_fixture_options();
-  options.leave_ms = 500; /* a thread begins within, on a busy machine too */
-  fsdp_transport *transport = nccl_fixture_join(&options, 0, 2);
-  nccl_fake_set(NCCL_FAKE_IN_PROGRESS, INT64_MAX); /* finalize does not end */
-  nccl_fake_clear_tape();
-  nccl_fixture_leave(transport);
-  CHECK(strstr(nccl_fake_tape(), "finalize 0\n") == nccl_fake_tape());
-  CHECK_LACKS(nccl_fake_tape(), "destroy");
-  CHECK_I64(nccl_fake_num(NCCL_FAKE_ABORTS), 2);
-
   options.leave_ms = 20;
-  transport = nccl_fixture_join(&options, 0, 2);
+  fsdp_transport *transport = nccl_fixture_join(&options, 0, 2);
   CHECK_OK(nccl_fixture_gather(transport, NULL, NULL));
   nccl_fake_hold_events(true); /* the device does not end */
   nccl_fake_clear_tape();

@@ -42,33 +42,45 @@ static void check_stays_failed(fsdp_transport *transport,
 
 TEST(test_every_nccl_call_can_fail) {
   const fsdp_nccl_options options = nccl_fixture_options();
-  for (int polls = 0; polls < 2; polls++) {
-    int64_t i = 0;
-    for (;; i++) {
-      fsdp_transport *transport = NULL;
-      fsdp_error error = {0};
-      nccl_fake_reset();
-      nccl_fake_set(NCCL_FAKE_IN_PROGRESS, polls); /* polls happen then */
-      nccl_fake_fail_at(i, FSDP_NCCL_SYSTEM_ERROR, polls == 1);
-      const fsdp_status status = run_script(&options, &transport, &error);
-      if (status == FSDP_OK) {
-        nccl_fake_fail_at(-1, 0, false);
-        nccl_fixture_leave(transport);
-        break;
-      }
-      CHECK(nccl_fake_has_failed());
-      CHECK(status == FSDP_BACKEND && error.status == status);
-      CHECK(strstr(error.message, "rank 0 of 2: ") == error.message);
-      CHECK(strstr(error.message,
-                   "with NCCL result 2 (some error: the wire is cut)") != NULL);
-      CHECK_I64(nccl_fake_num_live(), 0); /* aborted, and not only at the end */
-      check_stays_failed(transport, &error);
+  int64_t i = 0;
+  for (;; i++) {
+    fsdp_transport *transport = NULL;
+    fsdp_error error = {0};
+    nccl_fake_reset();
+    nccl_fake_fail_at(i, FSDP_NCCL_SYSTEM_ERROR, false);
+    const fsdp_status status = run_script(&options, &transport, &error);
+    if (status == FSDP_OK) {
+      nccl_fake_fail_at(-1, 0, false);
       nccl_fixture_leave(transport);
-      CHECK_TEXT(nccl_fake_tape(), "");
+      break;
     }
-    /* 2 ids, 2 communicators, 2 groups of 4, 2 collectives; then
-     * 2 polls per communicator and launch. */
-    CHECK_I64(i, polls == 0 ? 14 : 26);
+    CHECK(nccl_fake_has_failed());
+    CHECK(status == FSDP_BACKEND && error.status == status);
+    CHECK(strstr(error.message, "rank 0 of 2: ") == error.message);
+    CHECK(strstr(error.message,
+                 "with NCCL result 2 (some error: the wire is cut)") != NULL);
+    CHECK_I64(nccl_fake_num_live(), 0); /* aborted, and not only at the end */
+    check_stays_failed(transport, &error);
+    nccl_fixture_leave(transport);
+    CHECK_TEXT(nccl_fake_tape(), "");
+  }
+  CHECK_I64(i, 14); /* 2 ids, 2 communicators, 2 groups of 4, 2 collectives */
+}
+
+/* The question for errors fails, on either communicator; that work is in
+ * progress is no error. */
+TEST(test_every_poll_can_fail) {
+  for (int64_t i = 0; i < FSDP_NUM_CHANNELS; i++) {
+    fsdp_transport *transport = nccl_fixture_open(0, 2);
+    fsdp_error error = {0};
+    nccl_fake_set(NCCL_FAKE_ASYNC_ERROR, FSDP_NCCL_IN_PROGRESS);
+    CHECK_OK(transport->ops->check(transport, &error));
+    nccl_fake_set(NCCL_FAKE_ASYNC_ERROR, FSDP_NCCL_SUCCESS);
+    nccl_fake_fail_at(i, FSDP_NCCL_SYSTEM_ERROR, true);
+    CHECK_FAILS(transport->ops->check(transport, &error), FSDP_BACKEND,
+                error.message, "..NCCL result 2 (some error");
+    CHECK(nccl_fake_has_failed());
+    nccl_fixture_leave(transport);
   }
 }
 
