@@ -6,7 +6,6 @@ imported when first used.
 """
 
 import os
-import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -65,9 +64,6 @@ __version__ = _native.build_info()["version"]
 if TYPE_CHECKING:
     from fsdp_c import checkpoint, trace
     from fsdp_c.plan._explain import ModelSummary, UnitSummary, explain
-
-    ModelPlan = ModelSummary
-    UnitPlan = UnitSummary
 else:
     # Public name: the module that has it; None where it is a module itself.
     _LATER = {
@@ -78,18 +74,8 @@ else:
         "trace": None,
     }
 
-    # fsdp_c.plan has classes of these names, which are something else.
-    _RENAMED = {"ModelPlan": "ModelSummary", "UnitPlan": "UnitSummary"}
-
     def __getattr__(name: str) -> Any:
         """Import what is not needed to train when it is first used."""
-        if name in _RENAMED:
-            warnings.warn(
-                f"fsdp_c.{name} is deprecated: use fsdp_c.{_RENAMED[name]}",
-                DeprecationWarning,
-                stacklevel=2,
-            )
-            name = _RENAMED[name]
         if name not in _LATER:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         if _LATER[name] is None:

@@ -34,14 +34,6 @@ def test_what_is_loaded_and_found() -> None:
     assert not unneeded
 
 
-@pytest.mark.parametrize("kind", ["Model", "Unit"])
-def test_the_names_that_explain_had(kind: str) -> None:
-    with pytest.warns(DeprecationWarning, match=f"use fsdp_c.{kind}Summary"):
-        old = getattr(fsdp_c, f"{kind}Plan")
-    assert old is getattr(fsdp_c, f"{kind}Summary")
-    assert old is not getattr(fsdp_c.plan, f"{kind}Plan")
-
-
 def test_a_name_that_is_not_there() -> None:
     with pytest.raises(AttributeError, match="no attribute 'trase'"):
         fsdp_c.trase  # noqa: B018
