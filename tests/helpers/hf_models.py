@@ -141,5 +141,5 @@ def numel(model: nn.Module) -> int:
 
 
 def clean(model: Any) -> dict[str, torch.Tensor]:
-    """Return copies of the parameters by name."""
-    return {n: p.detach().clone() for n, p in model.named_parameters()}
+    """Return copies of the parameters by name, on the CPU."""
+    return {n: p.detach().cpu().clone() for n, p in model.named_parameters()}

@@ -53,7 +53,7 @@ def _assert_equal(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     assert actual.keys() == expected.keys()
     assert len(actual) > 0
     for name, value in expected.items():
-        assert torch.equal(actual[name], value), name
+        assert torch.equal(actual[name].cpu(), value.cpu()), name
 
 
 def _resume(
