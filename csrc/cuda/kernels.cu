@@ -8,12 +8,11 @@
 namespace fsdp_cuda {
 namespace {
 
-template <int To, int Capacity>
+template <int Capacity>
 __global__ void __launch_bounds__(kThreads)
-    pack_kernel(const __grid_constant__ Table<Capacity> table,
-                void *destination, double scale) {
-  pack_thread<To>(table, destination, static_cast<int>(blockIdx.x),
-                  static_cast<int>(threadIdx.x), scale);
+    pack_kernel(const __grid_constant__ Table<Capacity> table, double scale) {
+  pack_thread(table, static_cast<int>(blockIdx.x),
+              static_cast<int>(threadIdx.x), scale);
 }
 
 // Leaves the sum of `width` neighbours of a warp with the first of them.
@@ -72,43 +71,22 @@ fsdp_status launched(const char *operation, int num_blocks, fsdp_error *error) {
       operation, num_blocks, cudaGetErrorString(code), cudaGetErrorName(code));
 }
 
-template <int To>
-void launch_pack(const Table<kManyItems> &table, void *destination,
-                 double scale, cudaStream_t stream) {
-  if (table.num_items <= kFewItems) {
-    pack_kernel<To, kFewItems><<<table.num_tiles, kThreads, 0, stream>>>(
-        few_items(table), destination, scale);
-  } else {
-    pack_kernel<To, kManyItems>
-        <<<table.num_tiles, kThreads, 0, stream>>>(table, destination, scale);
-  }
-}
-
-fsdp_status pack(void *destination, fsdp_dtype dtype,
-                 const fsdp_pack_item *items, int64_t num_items, double scale,
+fsdp_status pack(const fsdp_pack_item *items, int64_t num_items, double scale,
                  void *stream, fsdp_error *error) {
-  const fsdp_status status =
-      check_pack(destination, dtype, items, num_items, error);
+  const fsdp_status status = check_pack(items, num_items, error);
   if (status != FSDP_OK) return status;
   const cudaStream_t on = static_cast<cudaStream_t>(stream);
   return for_tables(
       num_items, [&](int64_t i) { return items[i].numel; },
       [&](int64_t i, int64_t *num_tiles) {
-        return item_for_pack(destination, dtype, items[i], num_tiles);
+        return item_for_pack(items[i], num_tiles);
       },
       [&](const Table<kManyItems> &table) {
-        switch (dtype.code) {
-          case FSDP_DTYPE_FLOAT16:
-            launch_pack<FSDP_DTYPE_FLOAT16>(table, destination, scale, on);
-            break;
-          case FSDP_DTYPE_BFLOAT16:
-            launch_pack<FSDP_DTYPE_BFLOAT16>(table, destination, scale, on);
-            break;
-          case FSDP_DTYPE_FLOAT32:
-            launch_pack<FSDP_DTYPE_FLOAT32>(table, destination, scale, on);
-            break;
-          default:
-            launch_pack<FSDP_DTYPE_FLOAT64>(table, destination, scale, on);
+        if (table.num_items <= kFewItems) {
+          pack_kernel<<<table.num_tiles, kThreads, 0, on>>>(few_items(table),
+                                                            scale);
+        } else {
+          pack_kernel<<<table.num_tiles, kThreads, 0, on>>>(table, scale);
         }
         return launched("pack", table.num_tiles, error);
       },

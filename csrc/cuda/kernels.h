@@ -1,6 +1,6 @@
 /*
- * Kernels over CUDA memory: pack, cast, accumulate, norm and scale of many
- * tensors with one launch each. They are in a library of their own,
+ * Kernels over CUDA memory: pack, norm and scale of many tensors with one
+ * launch each. They are in a library of their own,
  * fsdp_c/_cuda.so, which includes neither torch nor Python and is opened at run
  * time. Its one entry point returns a table of functions.
  *
@@ -25,14 +25,13 @@
 extern "C" {
 #endif
 
-enum { FSDP_CUDA_KERNELS_VERSION = 2, FSDP_CUDA_MAX_ITEMS = 960 };
+enum { FSDP_CUDA_KERNELS_VERSION = 3, FSDP_CUDA_MAX_ITEMS = 960 };
 
 typedef struct fsdp_cuda_kernels {
   int64_t version; /* FSDP_CUDA_KERNELS_VERSION */
 
-  /* As fsdp_host_pack. With one item it is cast or accumulate. */
-  fsdp_status (*pack)(void *destination, fsdp_dtype dtype,
-                      const fsdp_pack_item *items, int64_t num_items,
+  /* As fsdp_host_pack; no item writes what another one touches. */
+  fsdp_status (*pack)(const fsdp_pack_item *items, int64_t num_items,
                       double scale, void *stream, fsdp_error *error);
 
   /* Bytes of device memory that `norm` of these spans needs as scratch, at

@@ -19,26 +19,21 @@ inline bool is_floating(fsdp_dtype dtype) {
          dtype.code == FSDP_DTYPE_FLOAT32 || dtype.code == FSDP_DTYPE_FLOAT64;
 }
 
-inline fsdp_status check_pack(const void *destination, fsdp_dtype dtype,
-                              const fsdp_pack_item *items, int64_t num_items,
+inline fsdp_status check_pack(const fsdp_pack_item *items, int64_t num_items,
                               fsdp_error *error) {
-  if (destination == nullptr || !is_floating(dtype)) {
-    return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
-                     "CUDA pack: a destination of dtype %d at %p, it must be "
-                     "fp16, bf16, fp32 or fp64 and not NULL",
-                     static_cast<int>(dtype.code), destination);
-  }
   for (int64_t i = 0; i < num_items; i++) {
-    if (items[i].numel < 0 || items[i].offset < 0 ||
-        (items[i].data != nullptr && !is_floating(items[i].dtype))) {
+    const fsdp_pack_item &item = items[i];
+    if (item.numel < 0 || (item.to == nullptr && item.numel > 0) ||
+        !is_floating(item.to_dtype) ||
+        (item.from != nullptr && !is_floating(item.from_dtype))) {
       return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
-                       "CUDA pack: item %lld has %lld elements of dtype %d at "
-                       "offset %lld, there must be >= 0, of fp16, bf16, fp32 "
-                       "or fp64, at >= 0",
+                       "CUDA pack: item %lld has %lld elements of dtype %d for "
+                       "%p of dtype %d, there must be >= 0, of fp16, bf16, "
+                       "fp32 or fp64, for memory of one of them",
                        static_cast<long long>(i),
-                       static_cast<long long>(items[i].numel),
-                       static_cast<int>(items[i].dtype.code),
-                       static_cast<long long>(items[i].offset));
+                       static_cast<long long>(item.numel),
+                       static_cast<int>(item.from_dtype.code), item.to,
+                       static_cast<int>(item.to_dtype.code));
     }
   }
   return FSDP_OK;
@@ -59,35 +54,38 @@ inline fsdp_status check_spans(const fsdp_host_span *spans, int64_t num_spans,
   return FSDP_OK;
 }
 
-// What a launch will do with one source: the entry of the table, and its tiles.
-inline Item item_for_pack(const void *destination, fsdp_dtype dtype,
-                          const fsdp_pack_item &from, int64_t *num_tiles) {
+// What a launch will do with one item: the entry of the table, and its tiles.
+inline Item item_for_pack(const fsdp_pack_item &from, int64_t *num_tiles) {
   Item item = {};
-  const bool is_constant = from.data == nullptr;
-  const fsdp_dtype source = is_constant ? dtype : from.dtype;
-  const uintptr_t to = reinterpret_cast<uintptr_t>(destination) +
-                       static_cast<uintptr_t>(from.offset * dtype.itemsize);
-  item.data = from.data;
-  item.offset = from.offset;
+  const bool is_constant = from.from == nullptr;
+  const fsdp_dtype to_dtype = from.to_dtype;
+  const fsdp_dtype from_dtype = is_constant ? to_dtype : from.from_dtype;
+  item.to = from.to;
+  item.from = from.from;
   item.numel = from.numel;
-  item.code = static_cast<int8_t>(source.code);
-  item.is_added = from.add && !is_constant;
-  item.is_one = from.is_one;
+  item.to_code = static_cast<int8_t>(to_dtype.code);
+  item.from_code = static_cast<int8_t>(from_dtype.code);
+  item.kind = !is_constant ? (from.add ? Kind::kAdd : Kind::kCopy)
+                           : (from.is_one ? Kind::kOnes : Kind::kZeros);
   item.head = static_cast<int8_t>(
-      head_numel(to, dtype.itemsize,
-                 is_constant ? to : reinterpret_cast<uintptr_t>(from.data),
-                 source.itemsize));
-  *num_tiles = num_tiles_of(cut_of(
-      item.numel, item.head, unit_numel(dtype.itemsize, source.itemsize)));
+      head_numel(reinterpret_cast<uintptr_t>(from.to), to_dtype.itemsize,
+                 reinterpret_cast<uintptr_t>(is_constant ? from.to : from.from),
+                 from_dtype.itemsize));
+  *num_tiles =
+      num_tiles_of(cut_of(item.numel, item.head,
+                          unit_numel(to_dtype.itemsize, from_dtype.itemsize)));
   return item;
 }
 
+// A span that is read, or scaled where it is.
 inline Item item_for_span(const fsdp_host_span &span, int64_t *num_tiles) {
   fsdp_pack_item item = {};
-  item.data = span.data;
-  item.dtype = span.dtype;
+  item.to = const_cast<void *>(span.data);
+  item.to_dtype = span.dtype;
+  item.from_dtype = span.dtype;
+  item.from = span.data;
   item.numel = span.numel;
-  return item_for_pack(span.data, span.dtype, item, num_tiles);
+  return item_for_pack(item, num_tiles);
 }
 
 // The same for a norm, whose tiles are larger.

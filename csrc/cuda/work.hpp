@@ -26,16 +26,19 @@ constexpr int kWarp = 32;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kNoVectors = -1;
 
-// One source of a launch, or one span of a norm.
+// What becomes of the destination.
+enum class Kind : int8_t { kCopy, kAdd, kZeros, kOnes };
+
+// One item of a launch, or one span of a norm.
 struct Item {
-  const void *data;    // NULL: zeros, or ones
-  int64_t offset;      // elements from the start of the destination
+  void *to;
+  const void *from;    // NULL: zeros, or ones
   int64_t numel;       // >= 1
   int32_t first_tile;  // within the launch
-  int8_t code;         // dtype of `data`
+  int8_t to_code;      // dtype of `to`
+  int8_t from_code;    // dtype of `from`
   int8_t head;         // elements before the first unit; kNoVectors: none
-  bool is_added;
-  bool is_one;
+  Kind kind;
 };
 static_assert(sizeof(Item) == 32, "an item fills two vectors of 16 bytes");
 
@@ -158,35 +161,36 @@ FSDP_HD int64_t edge_of(const Cut &cut, int64_t numel, int64_t first_unit,
 
 // A thread's part of one tile of a pack.
 template <int To, int From, int Numel>
-FSDP_HD void pack_units(element<To> *to, const element<From> *from,
-                        const Item &item, const Cut &cut, int64_t first_unit,
-                        int thread, double scale) {
+FSDP_HD void pack_units(element<To> *to, const element<From> *from, Kind kind,
+                        const Cut &cut, int64_t first_unit, int thread,
+                        double scale) {
   for_units<From, Numel>(
       from, cut, first_unit, thread,
       [&](const element<From> *values, int64_t first) {
         struct alignas(16) Unit {
           element<To> values[Numel];
         };
-        const element<To> constant = Dtype<To>::put(item.is_one ? 1.0F : 0.0F);
+        const bool is_added = kind == Kind::kAdd;
+        const element<To> constant =
+            Dtype<To>::put(kind == Kind::kOnes ? 1.0F : 0.0F);
         Unit result = {};
-        if (item.is_added) move<Numel>(result.values, to + first);
+        if (is_added) move<Numel>(result.values, to + first);
         FSDP_UNROLL
         for (int i = 0; i < Numel; i++) {
           result.values[i] =
               from == nullptr ? constant
                               : combined<To, From>(result.values[i], values[i],
-                                                   scale, item.is_added);
+                                                   scale, is_added);
         }
         move<Numel>(to + first, result.values);
       });
 }
 
 template <int To, int From>
-FSDP_HD void pack_item(void *destination, const Item &item, int tile,
-                       int thread, double scale) {
+FSDP_HD void pack_item(const Item &item, int tile, int thread, double scale) {
   constexpr int kNumel = unit_numel(sizeof(element<To>), sizeof(element<From>));
-  element<To> *to = static_cast<element<To> *>(destination) + item.offset;
-  const element<From> *from = static_cast<const element<From> *>(item.data);
+  element<To> *to = static_cast<element<To> *>(item.to);
+  const element<From> *from = static_cast<const element<From> *>(item.from);
   const Cut cut = cut_of(item.numel, item.head, kNumel);
   const int64_t first_unit =
       static_cast<int64_t>(tile - item.first_tile) * kTileUnits;
@@ -195,42 +199,60 @@ FSDP_HD void pack_item(void *destination, const Item &item, int tile,
         edge_of(cut, item.numel, first_unit, thread, is_tail != 0);
     if (i < 0) continue;
     to[i] = from == nullptr
-                ? Dtype<To>::put(item.is_one ? 1.0F : 0.0F)
-                : combined<To, From>(to[i], from[i], scale, item.is_added);
+                ? Dtype<To>::put(item.kind == Kind::kOnes ? 1.0F : 0.0F)
+                : combined<To, From>(to[i], from[i], scale,
+                                     item.kind == Kind::kAdd);
   }
   if (cut.numel == 1) {
-    pack_units<To, From, 1>(to, from, item, cut, first_unit, thread, scale);
+    pack_units<To, From, 1>(to, from, item.kind, cut, first_unit, thread,
+                            scale);
   } else {
-    pack_units<To, From, kNumel>(to, from, item, cut, first_unit, thread,
+    pack_units<To, From, kNumel>(to, from, item.kind, cut, first_unit, thread,
                                  scale);
   }
 }
 
-// What thread `thread` of block `tile` does in a pack.
-template <int To, int Capacity>
-FSDP_HD void pack_thread(const Table<Capacity> &table, void *destination,
-                         int tile, int thread, double scale) {
-  const Item &item = table.items[item_of(table.items, table.num_items, tile)];
-  switch (item.code) {
+template <int To>
+FSDP_HD void pack_into(const Item &item, int tile, int thread, double scale) {
+  switch (item.from_code) {
     case FSDP_DTYPE_FLOAT16:
-      pack_item<To, FSDP_DTYPE_FLOAT16>(destination, item, tile, thread, scale);
+      pack_item<To, FSDP_DTYPE_FLOAT16>(item, tile, thread, scale);
       return;
     case FSDP_DTYPE_BFLOAT16:
-      pack_item<To, FSDP_DTYPE_BFLOAT16>(destination, item, tile, thread,
-                                         scale);
+      pack_item<To, FSDP_DTYPE_BFLOAT16>(item, tile, thread, scale);
       return;
     case FSDP_DTYPE_FLOAT32:
-      pack_item<To, FSDP_DTYPE_FLOAT32>(destination, item, tile, thread, scale);
+      pack_item<To, FSDP_DTYPE_FLOAT32>(item, tile, thread, scale);
       return;
     default:
-      pack_item<To, FSDP_DTYPE_FLOAT64>(destination, item, tile, thread, scale);
+      pack_item<To, FSDP_DTYPE_FLOAT64>(item, tile, thread, scale);
+  }
+}
+
+// What thread `thread` of block `tile` does in a pack.
+template <int Capacity>
+FSDP_HD void pack_thread(const Table<Capacity> &table, int tile, int thread,
+                         double scale) {
+  const Item &item = table.items[item_of(table.items, table.num_items, tile)];
+  switch (item.to_code) {
+    case FSDP_DTYPE_FLOAT16:
+      pack_into<FSDP_DTYPE_FLOAT16>(item, tile, thread, scale);
+      return;
+    case FSDP_DTYPE_BFLOAT16:
+      pack_into<FSDP_DTYPE_BFLOAT16>(item, tile, thread, scale);
+      return;
+    case FSDP_DTYPE_FLOAT32:
+      pack_into<FSDP_DTYPE_FLOAT32>(item, tile, thread, scale);
+      return;
+    default:
+      pack_into<FSDP_DTYPE_FLOAT64>(item, tile, thread, scale);
   }
 }
 
 template <int Code>
 FSDP_HD double norm_item(const Item &item, int tile, int thread, double power) {
   constexpr int kNumel = unit_numel(sizeof(element<Code>), 16);
-  const element<Code> *from = static_cast<const element<Code> *>(item.data);
+  const element<Code> *from = static_cast<const element<Code> *>(item.from);
   const Cut cut = cut_of(item.numel, item.head, kNumel);
   const int64_t begin =
       static_cast<int64_t>(tile - item.first_tile) * kNormTileUnits;
@@ -270,7 +292,7 @@ template <int Capacity>
 FSDP_HD double norm_thread(const Table<Capacity> &table, int tile, int thread,
                            double power) {
   const Item &item = table.items[item_of(table.items, table.num_items, tile)];
-  switch (item.code) {
+  switch (item.from_code) {
     case FSDP_DTYPE_FLOAT16:
       return norm_item<FSDP_DTYPE_FLOAT16>(item, tile, thread, power);
     case FSDP_DTYPE_BFLOAT16:
@@ -310,24 +332,23 @@ template <int Capacity>
 FSDP_HD void scale_thread(const Table<Capacity> &table, int tile, int thread,
                           float scale) {
   const Item &item = table.items[item_of(table.items, table.num_items, tile)];
-  void *data = const_cast<void *>(item.data);
   const double factor = static_cast<double>(scale);
-  switch (item.code) {
+  switch (item.from_code) {
     case FSDP_DTYPE_FLOAT16:
-      pack_item<FSDP_DTYPE_FLOAT16, FSDP_DTYPE_FLOAT16>(data, item, tile,
-                                                        thread, factor);
+      pack_item<FSDP_DTYPE_FLOAT16, FSDP_DTYPE_FLOAT16>(item, tile, thread,
+                                                        factor);
       return;
     case FSDP_DTYPE_BFLOAT16:
-      pack_item<FSDP_DTYPE_BFLOAT16, FSDP_DTYPE_BFLOAT16>(data, item, tile,
-                                                          thread, factor);
+      pack_item<FSDP_DTYPE_BFLOAT16, FSDP_DTYPE_BFLOAT16>(item, tile, thread,
+                                                          factor);
       return;
     case FSDP_DTYPE_FLOAT32:
-      pack_item<FSDP_DTYPE_FLOAT32, FSDP_DTYPE_FLOAT32>(data, item, tile,
-                                                        thread, factor);
+      pack_item<FSDP_DTYPE_FLOAT32, FSDP_DTYPE_FLOAT32>(item, tile, thread,
+                                                        factor);
       return;
     default:
-      pack_item<FSDP_DTYPE_FLOAT64, FSDP_DTYPE_FLOAT64>(data, item, tile,
-                                                        thread, factor);
+      pack_item<FSDP_DTYPE_FLOAT64, FSDP_DTYPE_FLOAT64>(item, tile, thread,
+                                                        factor);
   }
 }
 

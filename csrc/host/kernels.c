@@ -80,24 +80,21 @@ static void write_ones(const fsdp_host_lanes *lanes, stretch all) {
   }
 }
 
-static void apply_item(const fsdp_host_lanes *lanes, void *destination,
-                       fsdp_dtype dtype, const fsdp_pack_item *item,
+static void apply_item(const fsdp_host_lanes *lanes, const fsdp_pack_item *item,
                        double scale) {
-  stretch all = {.to = (char *)destination + item->offset * dtype.itemsize,
-                 .from = item->data,
-                 .numel = item->numel};
-  const size_t nbytes = (size_t)(item->numel * dtype.itemsize);
+  stretch all = {.to = item->to, .from = item->from, .numel = item->numel};
+  const size_t nbytes = (size_t)(item->numel * item->to_dtype.itemsize);
   const bool is_copy = !item->add && scale == 1.0;
   if (nbytes == 0) return;
-  if (item->data == NULL && item->is_one &&
-      fsdp_host_priv_float_of(dtype, &all.to_index)) {
+  if (item->from == NULL && item->is_one &&
+      fsdp_host_priv_float_of(item->to_dtype, &all.to_index)) {
     write_ones(lanes, all);
-  } else if (item->data == NULL) {
+  } else if (item->from == NULL) {
     memset(all.to, 0, nbytes);
-  } else if (is_copy && fsdp_dtype_equal(dtype, item->dtype)) {
+  } else if (is_copy && fsdp_dtype_equal(item->to_dtype, item->from_dtype)) {
     if (all.to != all.from) memcpy(all.to, all.from, nbytes);
-  } else if (fsdp_host_priv_float_of(dtype, &all.to_index) &&
-             fsdp_host_priv_float_of(item->dtype, &all.from_index)) {
+  } else if (fsdp_host_priv_float_of(item->to_dtype, &all.to_index) &&
+             fsdp_host_priv_float_of(item->from_dtype, &all.from_index)) {
     if (is_copy) {
       fsdp_host_priv_convert(lanes, all.to, all.to_index, all.from,
                              all.from_index, all.numel);
@@ -110,47 +107,46 @@ static void apply_item(const fsdp_host_lanes *lanes, void *destination,
 }
 
 /* Whether apply_item supports this item. */
-static fsdp_status check_item(const void *destination, fsdp_dtype dtype,
-                              const fsdp_pack_item *item, double scale,
+static fsdp_status check_item(const fsdp_pack_item *item, double scale,
                               fsdp_error *error) {
+  const fsdp_dtype to = item->to_dtype;
+  const fsdp_dtype from = item->from_dtype;
   fsdp_host_float index;
-  const bool is_floating = fsdp_host_priv_float_of(dtype, &index) &&
-                           fsdp_host_priv_float_of(item->dtype, &index);
-  const bool is_copy =
-      !item->add && scale == 1.0 && fsdp_dtype_equal(dtype, item->dtype);
-  if (item->numel < 0 || item->offset < 0) {
+  const bool is_floating =
+      fsdp_host_priv_float_of(to, &index) &&
+      (item->from == NULL || fsdp_host_priv_float_of(from, &index));
+  const bool is_copy = !item->add && scale == 1.0 && fsdp_dtype_equal(to, from);
+  if (item->numel < 0) {
     return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
-                     "pack: numel %lld at offset %lld, both must be >= 0",
-                     (long long)item->numel, (long long)item->offset);
+                     "pack: numel %lld, it must be >= 0",
+                     (long long)item->numel);
   }
-  if (destination == NULL && item->numel > 0) {
+  if (item->to == NULL && item->numel > 0) {
     return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
                      "pack: the destination of %lld elements is NULL",
                      (long long)item->numel);
   }
-  if ((item->data != NULL && !is_floating && !is_copy) ||
-      (item->data == NULL && item->is_one && !is_floating)) {
+  if ((item->from != NULL && !is_floating && !is_copy) ||
+      (item->from == NULL && item->is_one && !is_floating)) {
     return FSDP_FAIL(
         error, FSDP_INVALID_ARGUMENT,
         "pack: no host kernel from dtype %d to dtype %d (scale %g%s)"
         ", use fp16, bf16, fp32 or fp64, or torch's own",
-        (int)item->dtype.code, (int)dtype.code, scale,
+        (int)(item->from == NULL ? to : from).code, (int)to.code, scale,
         item->add ? ", adding" : "");
   }
   return FSDP_OK;
 }
 
-fsdp_status fsdp_host_pack(void *destination, fsdp_dtype dtype,
-                           const fsdp_pack_item *items, int64_t num_items,
+fsdp_status fsdp_host_pack(const fsdp_pack_item *items, int64_t num_items,
                            double scale, fsdp_error *error) {
   const fsdp_host_lanes *lanes = fsdp_host_priv_lanes();
   for (int64_t i = 0; i < num_items; i++) {
-    const fsdp_status status =
-        check_item(destination, dtype, &items[i], scale, error);
+    const fsdp_status status = check_item(&items[i], scale, error);
     if (status != FSDP_OK) return status;
   }
   for (int64_t i = 0; i < num_items; i++) {
-    apply_item(lanes, destination, dtype, &items[i], scale);
+    apply_item(lanes, &items[i], scale);
   }
   return FSDP_OK;
 }

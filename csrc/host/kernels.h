@@ -1,6 +1,6 @@
 /*
  * Kernels over host memory: the work of a step on a unit's elements on a CPU
- * (cast, pack, accumulate, sum), vectorised by the compiler.
+ * (pack, sum), vectorised by the compiler.
  *
  * Note [Rounding]
  * fp16 and bf16 are computed in fp32 and rounded to nearest, ties to even, once
@@ -30,14 +30,13 @@
 extern "C" {
 #endif
 
-/* destination[item.offset ...] = scale * item.data, or += with item.add;
- * device.h describes an item. With another dtype and without `add`, the source
- * is cast first and then scaled, as FSDP1 does with gradients before it reduces
- * them: a value that overflows fp16 is infinite whatever the scale. Floating
- * dtypes, or any one dtype with scale 1 and no `add`. Source and destination
- * are disjoint, or the same memory and dtype. */
-FSDP_NODISCARD fsdp_status fsdp_host_pack(void *destination, fsdp_dtype dtype,
-                                          const fsdp_pack_item *items,
+/* item.to = scale * item.from, or += with item.add; device.h describes an item.
+ * With another dtype and without `add`, the source is cast first and then
+ * scaled, as FSDP1 does with gradients before it reduces them: a value that
+ * overflows fp16 is infinite whatever the scale. Floating dtypes, or any one
+ * dtype with scale 1 and no `add`. Source and destination are disjoint, or the
+ * same memory and dtype. */
+FSDP_NODISCARD fsdp_status fsdp_host_pack(const fsdp_pack_item *items,
                                           int64_t num_items, double scale,
                                           fsdp_error *error);
 

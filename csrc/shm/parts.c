@@ -53,9 +53,11 @@ static int64_t find_part(const sparse_array *array, int64_t offset) {
 /* Zeros, or ones. */
 static fsdp_status fill(char *to, int64_t nbytes, fsdp_dtype dtype, bool is_one,
                         fsdp_error *error) {
-  const fsdp_pack_item item = {
-      .dtype = dtype, .numel = nbytes / dtype.itemsize, .is_one = is_one};
-  return fsdp_host_pack(to, dtype, &item, 1, 1.0, error);
+  const fsdp_pack_item item = {.to = to,
+                               .to_dtype = dtype,
+                               .numel = nbytes / dtype.itemsize,
+                               .is_one = is_one};
+  return fsdp_host_pack(&item, 1, 1.0, error);
 }
 
 /* What makes up a piece of an array. */
@@ -176,13 +178,14 @@ static fsdp_status sum_piece(fsdp_shm *shm, const fsdp_parts *own,
   /* Not into this rank's parts: they are the caller's. */
   char *sum = shm->scratch;
   fsdp_shm_priv_sum(sum, dtype, shm->pieces, shm->world_size, numel);
-  const fsdp_pack_item item = {.data = sum,
-                               .dtype = dtype,
-                               .offset = first,
-                               .numel = numel,
-                               .add = place->adds};
-  FSDP_TRY(
-      fsdp_host_pack(place->data, place->dtype, &item, 1, place->scale, error));
+  const fsdp_pack_item item = {
+      .to = (char *)place->data + first * place->dtype.itemsize,
+      .to_dtype = place->dtype,
+      .from_dtype = dtype,
+      .from = sum,
+      .numel = numel,
+      .add = place->adds};
+  FSDP_TRY(fsdp_host_pack(&item, 1, place->scale, error));
 done:
   return status;
 }

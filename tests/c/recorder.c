@@ -121,6 +121,35 @@ static void tape_append(recorder *self, const char *text) {
   self->tape_length += length;
 }
 
+static void append_memory(recorder *self, const char *before, const void *data,
+                          char *text, size_t nbytes) {
+  const size_t length = strlen(text);
+  (void)recorder_priv_memory_name(self, before, data, text + length,
+                                  nbytes - length);
+}
+
+/* " 5 bf16->f32 add, zero 4 f32"; each with its memory. */
+static void append_items(recorder *self, const fsdp_pack_item *items,
+                         int64_t num_items, char *to, size_t nbytes) {
+  to[0] = '\0';
+  for (int64_t i = 0; i < num_items; i++) {
+    const fsdp_pack_item *item = &items[i];
+    const bool is_constant = item->from == NULL;
+    const size_t length = strlen(to);
+    (void)snprintf(to + length, nbytes - length, "%s %s%" PRId64 " %s%s%s%s",
+                   i == 0 ? "" : ",",
+                   !is_constant   ? ""
+                   : item->is_one ? "one "
+                                  : "zero ",
+                   item->numel,
+                   is_constant ? "" : name_of_dtype(item->from_dtype),
+                   is_constant ? "" : "->", name_of_dtype(item->to_dtype),
+                   !is_constant && item->add ? " add" : "");
+    append_memory(self, " ", item->to, to, nbytes);
+    if (!is_constant) append_memory(self, " <- ", item->from, to, nbytes);
+  }
+}
+
 /* One directive of a line's format; see recorder_priv_begin. */
 static void append_directive(recorder *self, char directive, char *to,
                              size_t nbytes, va_list *arguments) {
@@ -138,6 +167,11 @@ static void append_directive(recorder *self, char directive, char *to,
     if (data == NULL) return;
     (void)recorder_priv_memory_name(self, directive == 't' ? " " : " <- ", data,
                                     to, nbytes);
+    return;
+  }
+  if (directive == 'I') {
+    const fsdp_pack_item *items = va_arg(*arguments, const fsdp_pack_item *);
+    append_items(self, items, va_arg(*arguments, int64_t), to, nbytes);
     return;
   }
   if (directive == 's') text = va_arg(*arguments, const char *);
@@ -173,7 +207,7 @@ static void format_line(recorder *self, char *line, size_t nbytes,
 }
 
 void recorder_priv_write_line(recorder *self, const char *format, ...) {
-  char line[512] = "";
+  char line[1024] = "";
   va_list arguments;
   va_start(arguments, format);
   format_line(self, line, sizeof line, format, &arguments);
@@ -184,7 +218,7 @@ void recorder_priv_write_line(recorder *self, const char *format, ...) {
 
 fsdp_status recorder_priv_begin(recorder *self, fsdp_status code,
                                 fsdp_error *error, const char *format, ...) {
-  char line[512] = "";
+  char line[1024] = "";
   va_list arguments;
   va_start(arguments, format);
   format_line(self, line, sizeof line, format, &arguments);

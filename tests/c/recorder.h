@@ -7,10 +7,9 @@
  *   event e1                      destroy e1
  *   record e1 compute             wait unshard e1
  *   synchronize e1
- *   cast unshard 4 f32->bf16
  *   copy_to_device upload 16   copy_to_host download 16   (16: bytes)
- *   pack compute bf16 x0.5 5@0 3@8+ zero4@16 one4@20   ("+": added)
- *   accumulate reduce 4 bf16->f32 x0.25 [add]
+ *   pack compute x0.5 5 f32->bf16, 3 bf16->bf16 add, zero 4 bf16, one 4 bf16
+ *   accumulate reduce x0.25 4 bf16->f32
  *   group_begin unshard g0        group_end unshard g0
  *   all_gather unshard g0 4 f32   (4: shard_numel)
  *   reduce_scatter reduce g0 4 f32 [scratch]

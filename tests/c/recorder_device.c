@@ -190,23 +190,6 @@ static fsdp_status event_synchronize(void *context, fsdp_event *event,
   return status;
 }
 
-static fsdp_status cast(void *context, fsdp_lane lane, void *destination,
-                        fsdp_dtype destination_dtype, const void *source,
-                        fsdp_dtype source_dtype, int64_t numel,
-                        fsdp_error *error) {
-  recorder *self = context;
-  const fsdp_status status = recorder_priv_begin(
-      self, FSDP_BACKEND, error, "cast %L %d %D->%D%t%f", lane, numel,
-      source_dtype, destination_dtype, destination, source);
-  if (status != FSDP_OK) return status;
-  recorder_priv_touch(self, lane, source, numel * source_dtype.itemsize, false);
-  recorder_priv_touch(self, lane, destination,
-                      numel * destination_dtype.itemsize, true);
-  elements_combine(destination, destination_dtype, source, source_dtype, numel,
-                   1, false);
-  return FSDP_OK;
-}
-
 static fsdp_status copy_to_device(void *context, fsdp_lane lane, void *device,
                                   const void *host, int64_t nbytes,
                                   fsdp_error *error) {
@@ -235,57 +218,41 @@ static fsdp_status copy_to_host(void *context, fsdp_lane lane, void *host,
   return FSDP_OK;
 }
 
-static fsdp_status pack(void *context, fsdp_lane lane, void *destination,
-                        fsdp_dtype destination_dtype,
-                        const fsdp_pack_item *items, int64_t num_items,
-                        double scale, fsdp_error *error) {
-  recorder *self = context;
-  char text[256] = "";
-  size_t length = 0;
-  for (int64_t i = 0; i < num_items && length < sizeof text; i++) {
-    length += (size_t)snprintf(
-        text + length, sizeof text - length, " %s%" PRId64 "@%" PRId64 "%s",
-        items[i].data != NULL ? ""
-        : items[i].is_one     ? "one"
-                              : "zero",
-        items[i].numel, items[i].offset, items[i].add ? "+" : "");
-  }
+static fsdp_status run_items(recorder *self, const char *operation,
+                             fsdp_lane lane, const fsdp_pack_item *items,
+                             int64_t num_items, double scale,
+                             fsdp_error *error) {
   const fsdp_status status =
-      recorder_priv_begin(self, FSDP_BACKEND, error, "pack %L %D x%g%s%t", lane,
-                          destination_dtype, scale, text, destination);
+      recorder_priv_begin(self, FSDP_BACKEND, error, "%s %L x%g%I", operation,
+                          lane, scale, items, num_items);
   if (status != FSDP_OK) return status;
+  recorder_priv_check_items(self, lane, items, num_items);
   for (int64_t i = 0; i < num_items; i++) {
-    char *target =
-        (char *)destination + items[i].offset * destination_dtype.itemsize;
-    recorder_priv_touch(self, lane, items[i].data,
-                        items[i].numel * items[i].dtype.itemsize, false);
-    recorder_priv_touch(self, lane, target,
-                        items[i].numel * destination_dtype.itemsize, true);
-    elements_combine(target, destination_dtype, items[i].data, items[i].dtype,
-                     items[i].numel, scale, items[i].add);
-    for (int64_t j = 0; items[i].is_one && j < items[i].numel; j++) {
-      elements_write(target, destination_dtype, j, 1);
+    const fsdp_pack_item *item = &items[i];
+    recorder_priv_touch(self, lane, item->from,
+                        item->numel * item->from_dtype.itemsize, false);
+    recorder_priv_touch(self, lane, item->to,
+                        item->numel * item->to_dtype.itemsize, true);
+    elements_combine(item->to, item->to_dtype, item->from, item->from_dtype,
+                     item->numel, scale, item->add);
+    for (int64_t j = 0; item->from == NULL && item->is_one && j < item->numel;
+         j++) {
+      elements_write(item->to, item->to_dtype, j, 1);
     }
   }
   return FSDP_OK;
 }
 
-static fsdp_status accumulate(void *context, fsdp_lane lane, void *destination,
-                              fsdp_dtype destination_dtype, const void *source,
-                              fsdp_dtype source_dtype, int64_t numel,
-                              double scale, bool add, fsdp_error *error) {
-  recorder *self = context;
-  const fsdp_status status = recorder_priv_begin(
-      self, FSDP_BACKEND, error, "accumulate %L %d %D->%D x%g%s%t%f", lane,
-      numel, source_dtype, destination_dtype, scale, add ? " add" : "",
-      destination, source);
-  if (status != FSDP_OK) return status;
-  recorder_priv_touch(self, lane, source, numel * source_dtype.itemsize, false);
-  recorder_priv_touch(self, lane, destination,
-                      numel * destination_dtype.itemsize, true);
-  elements_combine(destination, destination_dtype, source, source_dtype, numel,
-                   scale, add);
-  return FSDP_OK;
+static fsdp_status pack(void *context, fsdp_lane lane,
+                        const fsdp_pack_item *items, int64_t num_items,
+                        double scale, fsdp_error *error) {
+  return run_items(context, "pack", lane, items, num_items, scale, error);
+}
+
+static fsdp_status accumulate(void *context, fsdp_lane lane,
+                              const fsdp_pack_item *items, int64_t num_items,
+                              double scale, fsdp_error *error) {
+  return run_items(context, "accumulate", lane, items, num_items, scale, error);
 }
 
 static void *stream(void *context, fsdp_lane lane) {
@@ -323,7 +290,6 @@ fsdp_device_ops recorder_priv_device_ops(recorder *self) {
       .event_record = event_record,
       .event_wait = event_wait,
       .event_synchronize = event_synchronize,
-      .cast = cast,
       .copy_to_device = copy_to_device,
       .copy_to_host = copy_to_host,
       .pack = pack,

@@ -136,8 +136,8 @@ const char *recorder_priv_memory_name(const recorder *self, const char *before,
 
 /* Starts an operation that can fail: its line, or the injected failure. In the
  * format %d is an int64_t, %g a double, %s a text, %L a lane, %D a dtype, %V a
- * view, %O an owner, %G a transport; %t and %f are memory, as " b1" and
- * " <- b1" where memory is shown. */
+ * view, %O an owner, %G a transport, %I items and their number; %t and %f are
+ * memory, as " b1" and " <- b1" where memory is shown. */
 fsdp_status recorder_priv_begin(recorder *self, fsdp_status code,
                                 fsdp_error *error, const char *format, ...);
 /* The line of an operation that cannot fail. */
@@ -157,6 +157,9 @@ grad_shard *recorder_priv_add_grad_shard(recorder *self, void *owner,
                                          int64_t nbytes);
 
 /* recorder_races.c */
+/* Items of one call run in no order: what one writes no other touches. */
+void recorder_priv_check_items(recorder *self, fsdp_lane lane,
+                               const fsdp_pack_item *items, int64_t num_items);
 void recorder_priv_record(recorder *self, fsdp_event *event, fsdp_lane lane);
 void recorder_priv_wait(recorder *self, int lane, const fsdp_event *event);
 

@@ -83,6 +83,35 @@ void recorder_touch(recorder *self, int lane, const void *data, int64_t nbytes,
   self->accesses[self->num_accesses++] = added;
 }
 
+static access access_of(const void *data, int64_t numel, fsdp_dtype dtype,
+                        fsdp_lane lane, bool is_write) {
+  const char *begin = data;
+  const int64_t nbytes = begin == NULL ? 0 : numel * dtype.itemsize;
+  return (access){.begin = begin,
+                  .end = begin + nbytes,
+                  .lane = (int)lane,
+                  .is_write = is_write};
+}
+
+void recorder_priv_check_items(recorder *self, fsdp_lane lane,
+                               const fsdp_pack_item *items, int64_t num_items) {
+  for (int64_t i = 0; i < num_items; i++) {
+    const access written =
+        access_of(items[i].to, items[i].numel, items[i].to_dtype, lane, true);
+    for (int64_t j = 0; j < num_items; j++) {
+      const access others[] = {
+          access_of(items[j].to, items[j].numel, items[j].to_dtype, lane, true),
+          access_of(items[j].from, items[j].numel, items[j].from_dtype, lane,
+                    false)};
+      for (int k = 0; i != j && k < 2; k++) {
+        if (others[k].begin < written.end && written.begin < others[k].end) {
+          note_race(self, &others[k], "write by an item of the same call");
+        }
+      }
+    }
+  }
+}
+
 void recorder_forget(recorder *self, const void *data, int64_t nbytes,
                      int lane) {
   const char *begin = data;

@@ -37,7 +37,7 @@ TEST(test_freed_when_the_next_iteration_begins) {
     CHECK_TAPE_HAS("grad_shard a 0; record e1 compute; wait reduce e1;");
     PLAY("grads root; finish");
     CHECK_TAPE_LACKS("grads_free");
-    CHECK_TAPE_HAS("accumulate reduce 4 f32->f32 x0.5;"); /* not added */
+    CHECK_TAPE_HAS("accumulate reduce x0.5 4 f32->f32;"); /* not added */
     check_frees(i);
     PLAY("check_grads");
     CHECK_I64(grad_nbytes(), (4 + 8) * 4);
@@ -209,7 +209,9 @@ TEST(test_zeros_for_a_segment_that_is_unfrozen) {
     CHECK_OK(fsdp_unit_set_trainable(unit, 1, true, NULL));
     PLAY("clear; step");
     CHECK_TAPE_HAS("grad_shard u 1; grad_shard u 2; record e1 compute;");
-    CHECK_TAPE_HAS("accumulate reduce 4 f32->f32 x0.5 add");
+    CHECK_TAPE_HAS(
+        "accumulate reduce x0.5 8 f32->f32 add, 4 f32->f32 add, "
+        "8 bf16->bf16 add");
     CHECK_I64(grad_nbytes(), 8 * 4 + 4 * 4 + 8 * 2);
     PLAY("check_grads");
     check_frees(1);

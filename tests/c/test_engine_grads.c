@@ -124,14 +124,16 @@ TEST(test_unused_parameters_are_zero) {
   model_init(&m, NULL);
   model_plan(&m, "u", specs, 3);
   model_start(&m);
+  recorder_show_memory(m.device, true);
   for (int i = 0; i < 2; i++) {
     fsdp_engine_set_sync(m.engine, i == 1 ? FSDP_SYNC_REDUCE : FSDP_SYNC_NONE);
     PLAY("zero_grad; forward; pre_backward u; expect u 3; grad u 1");
     PLAY("pending u 2; clear; finish"); /* the other two do not come */
     CHECK(strstr(recorder_tape(m.device),
                  i == 0
-                     ? "pack compute f32 x1 zero8@0 zero9@15\n"
-                     : "pack compute f32 x1 7@8 zero8@0 zero9@15\n") != NULL);
+                     ? "pack compute x1 zero 8 f32 b2, zero 9 f32 b2+60\n"
+                     : "pack compute x1 7 f32->f32 b4+32 <- ?, zero 8 f32 b4, "
+                       "zero 9 f32 b4+60\n") != NULL);
     PLAY("pending u 0; check_grads");
   }
   PLAY("end");
@@ -144,14 +146,15 @@ TEST(test_gradients_of_one_parameter_add_up) {
   model_init(&m, NULL);
   model_plan(&m, "u", specs, 2);
   model_start(&m);
+  recorder_show_memory(m.device, true);
   PLAY("forward; pre_backward u; expect u 3; clear");
   for (int i = 0; i < 2; i++) {
     PLAY("grad u 0");
   }
   PLAY("grad u 1");
-  CHECK_TAPE_HAS("pack compute f32 x1 8@0;");
-  CHECK(strstr(recorder_tape(m.device), "pack compute f32 x1 8@0+ 8@8\n") !=
-        NULL);
+  CHECK_TAPE_HAS("pack compute x1 8 f32->f32 b2 <- ?;");
+  CHECK_TAPE_HAS(
+      "pack compute x1 8 f32->f32 add b2 <- ?, 8 f32->f32 b2+32 <- ?;");
   PLAY("finish; check_grads");
   /* No forward, no pre_backward: a gradient of the parameters themselves. */
   PLAY("unexpected u 1");

@@ -19,10 +19,11 @@ TEST(test_step) {
   PLAY("clear; backward");
   CHECK_TAPE(
       "take_grads root; wait compute e6; show root unsharded; "
-      "show root sharded; free 32 b1; alloc 32 b2; pack compute f32 x1 8@0 b2; "
+      "show root sharded; free 32 b1; alloc 32 b2; pack compute x1 8 f32->f32 "
+      "b2 <- ?; "
       "release t1; grad_shard root 0; record e1 compute; wait reduce e1; "
       "reduce_hook root reduce 0 b2; "
-      "accumulate reduce 4 f32->f32 x1 ? <- b2+16; record e7 reduce; "
+      "accumulate reduce x1 4 f32->f32 ? <- b2+16; record e7 reduce; "
       "record e2 reduce; wait compute e2; record e3 replicate; "
       "wait compute e3; wait compute e7; free 32 b2; show_grads root sharded");
   PLAY("check_grads; end");
@@ -58,7 +59,7 @@ TEST(test_custom_reductions) {
             "custom_run root reduce 2;");
   CHECK_HAS(tape,
             "custom_add root 4; custom_run root replicate 4; "
-            "accumulate replicate 4 f32->f32 x1;");
+            "accumulate replicate x1 4 f32->f32;");
   CHECK_HAS(tape, "all_reduce");
   CHECK_LACKS(tape, "reduce_scatter");
   PLAY("end");

@@ -282,7 +282,7 @@ TEST(test_reset) {
 TEST(test_moved_shards_are_brought_home) {
   start_in_regions();
   PLAY("step; zero_grad; clear; eval");
-  CHECK_TAPE_LACKS("cast unshard 4096 f32->f32"); /* they are at home */
+  CHECK_TAPE_LACKS("pack unshard x1 4096 f32->f32"); /* they are at home */
   for (int64_t i = 0; i < m.num_units; i++) {
     model_unit *unit = &m.units[i];
     unit->shards[0] = malloc((size_t)unit->shard_nbytes[0]);
@@ -293,7 +293,7 @@ TEST(test_moved_shards_are_brought_home) {
   recorder_set_params_copied(m.device, true);
   notes[0] = '\0';
   PLAY("optimizer; clear; step; check_grads");
-  CHECK_TAPE_HAS("cast unshard 4096 f32->f32");
+  CHECK_TAPE_HAS("pack unshard x1 4096 f32->f32");
   CHECK_NOTES(
       "open a; close a; open b; close b; await a; await b; "
       "open b; open a; close b; close a; await a; await b");

@@ -32,10 +32,11 @@ TEST(test_window) {
   PLAY("sync shard; forward; clear; backward");
   CHECK_TAPE(
       "take_grads u; wait compute e6; show u unsharded; show u sharded; "
-      "free 32 b1; alloc 32 b2; pack compute f32 x1 8@0 b2; release t1; "
+      "free 32 b1; alloc 32 b2; pack compute x1 8 f32->f32 b2 <- ?; release "
+      "t1; "
       "alloc 16 b3; record e1 compute; wait reduce e1; group_begin reduce g0; "
       "reduce_scatter reduce g0 4 f32 b2; group_end reduce g0; "
-      "accumulate reduce 4 f32->f32 x1 b3 <- b2+16; record e7 reduce; "
+      "accumulate reduce x1 4 f32->f32 b3 <- b2+16; record e7 reduce; "
       "record e2 reduce; wait compute e2; record e3 replicate; "
       "wait compute e3; wait compute e7; free 32 b2; show_grads u partial");
   PLAY("check_grads; grad_view u partial");
@@ -45,10 +46,11 @@ TEST(test_window) {
   PLAY("forward; clear; backward");
   CHECK_TAPE(
       "take_grads u; wait compute e6; show u unsharded; show u sharded; "
-      "free 32 b4; alloc 32 b5; pack compute f32 x1 8@0 b5; release t2; "
+      "free 32 b4; alloc 32 b5; pack compute x1 8 f32->f32 b5 <- ?; release "
+      "t2; "
       "record e1 compute; wait reduce e1; group_begin reduce g0; "
       "reduce_scatter reduce g0 4 f32 b5; group_end reduce g0; "
-      "accumulate reduce 4 f32->f32 x1 add b3 <- b5+16; record e7 reduce; "
+      "accumulate reduce x1 4 f32->f32 add b3 <- b5+16; record e7 reduce; "
       "record e2 reduce; wait compute e2; record e3 replicate; "
       "wait compute e3; wait compute e7; free 32 b5; show_grads u partial");
   PLAY("check_grads");
@@ -56,13 +58,14 @@ TEST(test_window) {
   PLAY("sync reduce; forward; clear; backward");
   CHECK_TAPE(
       "take_grads u; wait compute e6; show u unsharded; show u sharded; "
-      "free 32 b6; alloc 32 b7; pack compute f32 x1 8@0 b7; release t3; "
+      "free 32 b6; alloc 32 b7; pack compute x1 8 f32->f32 b7 <- ?; release "
+      "t3; "
       "grad_shard u 0; record e1 compute; wait reduce e1; "
       "group_begin reduce g0; reduce_scatter reduce g0 4 f32 b7; "
-      "group_end reduce g0; accumulate reduce 4 f32->f32 x1 add b7+16 <- b3; "
+      "group_end reduce g0; accumulate reduce x1 4 f32->f32 add b7+16 <- b3; "
       "record e2 reduce; wait replicate e2; group_begin replicate g1; "
       "all_reduce replicate g1 4 f32 b7+16; group_end replicate g1; "
-      "accumulate replicate 4 f32->f32 x0.125 grad <- b7+16; "
+      "accumulate replicate x0.125 4 f32->f32 grad <- b7+16; "
       "record e7 replicate; record e2 reduce; wait compute e2; "
       "record e3 replicate; wait compute e3; wait compute e7; free 32 b7; "
       "show_grads u sharded; keep_grads u partial; free 16 b3");

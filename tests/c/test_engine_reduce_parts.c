@@ -127,8 +127,8 @@ TEST(test_a_step) {
   start(NULL);
   PLAY("forward; clear; backward");
   CHECK_NOTES("32768B 1>1; 32768B 1>1");
-  CHECK_TAPE_HAS("pack compute f32 x1 8@0"); /* tiny */
-  CHECK_TAPE_LACKS("pack compute f32 x1 8192@0");
+  CHECK_TAPE_HAS("pack compute x1 8 f32->f32"); /* tiny */
+  CHECK_TAPE_LACKS("pack compute x1 8192 f32->f32");
   CHECK_TAPE_HAS("reduce_scatter reduce g0 4 f32");
   check_grads();
   for (int i = 0; i < 2; i++) {

@@ -12,10 +12,10 @@ TEST(test_full_shard) {
       "all_gather unshard g0 4 f32; group_end unshard g0; record e6 unshard; "
       "wait compute e6; show root unsharded; hide root; mark_params root; "
       "take_grads root; wait compute e6; show root unsharded; "
-      "show root sharded; free 32; alloc 32; pack compute f32 x1 8@0; "
+      "show root sharded; free 32; alloc 32; pack compute x1 8 f32->f32; "
       "release t1; grad_shard root 0; record e1 compute; wait reduce e1; "
       "group_begin reduce g0; reduce_scatter reduce g0 4 f32; "
-      "group_end reduce g0; accumulate reduce 4 f32->f32 x0.5; "
+      "group_end reduce g0; accumulate reduce x0.5 4 f32->f32; "
       "record e7 reduce; record e2 reduce; wait compute e2; "
       "record e3 replicate; wait compute e3; wait compute e7; free 32; "
       "show_grads root sharded");
@@ -29,10 +29,10 @@ TEST(test_no_shard) {
   PLAY("step");
   CHECK_TAPE(
       "record e1 compute; wait unshard e1; take_params root sharded; "
-      "take_grads root; event e7; alloc 32; pack compute f32 x1 8@0; "
+      "take_grads root; event e7; alloc 32; pack compute x1 8 f32->f32; "
       "release t1; grad_shard root 0; record e1 compute; wait replicate e1; "
       "group_begin replicate g0; all_reduce replicate g0 8 f32; "
-      "group_end replicate g0; accumulate replicate 8 f32->f32 x0.25; "
+      "group_end replicate g0; accumulate replicate x0.25 8 f32->f32; "
       "record e7 replicate; record e2 reduce; wait compute e2; "
       "record e3 replicate; wait compute e3; wait compute e7; free 32; "
       "show_grads root sharded");
@@ -48,13 +48,14 @@ TEST(test_hybrid) {
   PLAY("clear; backward");
   CHECK_TAPE(
       "take_grads root; wait compute e6; show root unsharded; "
-      "show root sharded; free 32 b1; alloc 32 b2; pack compute f32 x1 8@0 b2; "
+      "show root sharded; free 32 b1; alloc 32 b2; pack compute x1 8 f32->f32 "
+      "b2 <- ?; "
       "release t1; grad_shard root 0; record e1 compute; wait reduce e1; "
       "group_begin reduce g0; reduce_scatter reduce g0 4 f32 b2; "
       "group_end reduce g0; record e2 reduce; wait replicate e2; "
       "group_begin replicate g1; all_reduce replicate g1 4 f32 b2+16; "
       "group_end replicate g1; "
-      "accumulate replicate 4 f32->f32 x0.125 ? <- b2+16; record e7 replicate; "
+      "accumulate replicate x0.125 4 f32->f32 ? <- b2+16; record e7 replicate; "
       "record e2 reduce; wait compute e2; record e3 replicate; "
       "wait compute e3; wait compute e7; free 32 b2; show_grads root sharded");
   PLAY("check_grads; end");
@@ -78,16 +79,17 @@ TEST(test_casts) {
   CHECK_TAPE(
       "record e1 compute; wait unshard e1; take_params u sharded; event e7; "
       "alloc 32 b1; record e7 compute; wait unshard e7; "
-      "cast unshard 8 f32->bf16 b1+16 <- shard; group_begin unshard g0; "
+      "pack unshard x1 8 f32->bf16 b1+16 <- shard; group_begin unshard g0; "
       "all_gather unshard g0 8 bf16 b1 <- b1+16; group_end unshard g0; "
       "record e6 unshard; wait compute e6; show u unsharded; hide u; "
       "mark_params u; take_grads u; wait compute e6; show u unsharded; "
-      "show u sharded; free 32 b1; alloc 64 b2; pack compute f32 x0.5 16@0 b2; "
+      "show u sharded; free 32 b1; alloc 64 b2; pack compute x0.5 16 bf16->f32 "
+      "b2 <- ?; "
       "release t1; grad_shard u 0; record e1 compute; wait reduce e1; "
       "event e8; alloc 32 b3; record e1 compute; wait reduce e1; "
       "group_begin reduce g0; reduce_scatter reduce g0 8 f32 b2 scratch b3; "
       "group_end reduce g0; record e8 reduce; "
-      "accumulate reduce 8 f32->f32 x1 grad <- b2+32; record e7 reduce; "
+      "accumulate reduce x1 8 f32->f32 grad <- b2+32; record e7 reduce; "
       "record e2 reduce; wait compute e2; record e3 replicate; "
       "wait compute e3; wait compute e7; free 64 b2; show_grads u sharded");
   PLAY("check_grads; end");
@@ -100,12 +102,13 @@ TEST(test_one_rank_with_casts) {
   PLAY("step");
   CHECK_TAPE(
       "record e1 compute; wait unshard e1; take_params u sharded; event e7; "
-      "alloc 16; record e7 compute; wait unshard e7; cast unshard 8 f32->bf16; "
+      "alloc 16; record e7 compute; wait unshard e7; pack unshard x1 8 "
+      "f32->bf16; "
       "record e6 unshard; wait compute e6; show u unsharded; hide u; "
       "mark_params u; take_grads u; wait compute e6; show u unsharded; "
-      "show u sharded; free 16; alloc 16; pack compute bf16 x1 8@0; "
+      "show u sharded; free 16; alloc 16; pack compute x1 8 bf16->bf16; "
       "release t1; grad_shard u 0; record e1 compute; wait reduce e1; "
-      "accumulate reduce 8 bf16->f32 x1; record e7 reduce; record e2 reduce; "
+      "accumulate reduce x1 8 bf16->f32; record e7 reduce; record e2 reduce; "
       "wait compute e2; record e3 replicate; wait compute e3; wait compute e7; "
       "free 16; show_grads u sharded");
   PLAY("check_grads; end");
@@ -126,12 +129,13 @@ TEST(test_mixed_segments) {
   PLAY("clear; backward");
   CHECK_TAPE(
       "take_grads u; wait compute e6; show u unsharded; show u sharded; "
-      "free 800; alloc 288; pack compute f32 x1 6@0 2@8 zero2@6 zero6@10; "
-      "pack compute bf16 x1 3@0 zero13@3; release t1; release t2; release t3; "
+      "free 800; alloc 288; pack compute x1 6 f32->f32, 2 f32->f32, "
+      "zero 2 f32, zero 6 f32, 3 bf16->bf16, zero 13 bf16; "
+      "release t1; release t2; release t3; "
       "grad_shard u 0; grad_shard u 2; record e1 compute; wait reduce e1; "
       "group_begin reduce g0; reduce_scatter reduce g0 8 f32; "
       "reduce_scatter reduce g0 8 bf16; group_end reduce g0; "
-      "accumulate reduce 8 f32->f32 x0.5; accumulate reduce 8 bf16->bf16 x0.5; "
+      "accumulate reduce x0.5 8 f32->f32, 8 bf16->bf16; "
       "record e7 reduce; record e2 reduce; wait compute e2; "
       "record e3 replicate; wait compute e3; wait compute e7; free 288; "
       "show_grads u sharded");

@@ -76,7 +76,7 @@ TEST(test_first_rank) {
       "group_end unshard g1; record e6 unshard; wait compute e6; "
       "group_begin unshard g0; broadcast unshard g0 16 f32 from 0 b3; "
       "group_end unshard g0; record e6 unshard; wait compute e6; "
-      "cast compute 8 f32->f32 shard <- b3; record e1 compute; "
+      "pack compute x1 8 f32->f32 shard <- b3; record e1 compute; "
       "wait unshard e1; free 64 b3");
   PLAY("end");
 }
@@ -98,7 +98,7 @@ TEST(test_other_rank) {
       "wait compute e6; group_begin unshard g0; "
       "broadcast unshard g0 16 f32 from 0 b4; group_end unshard g0; "
       "record e6 unshard; wait compute e6; "
-      "cast compute 8 f32->f32 shard <- b4+32; record e1 compute; "
+      "pack compute x1 8 f32->f32 shard <- b4+32; record e1 compute; "
       "wait unshard e1; free 64 b4");
   PLAY("end");
 }
@@ -305,7 +305,7 @@ TEST(test_gradients_of_another_rank) {
     PLAY("zero_grad");
     recorder_set_answer(m.device, answer_yes, NULL);
     CHECK_OK(fsdp_unit_summon(m.units[0].unit, &how, NULL));
-    CHECK(strstr(recorder_tape(m.device), "pack compute f32 x1 zero8@0") !=
+    CHECK(strstr(recorder_tape(m.device), "pack compute x1 zero 8 f32") !=
           NULL);
     const float *whole = m.units[0].grads[0];
     for (int64_t i = 0; i < 2 * NUMEL; i++) CHECK(whole[i] == 0);

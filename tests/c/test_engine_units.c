@@ -228,7 +228,7 @@ TEST(test_summon_and_write_back) {
       "take_params u sharded; alloc 64; record e1 compute; wait unshard e1; "
       "group_begin unshard g0; all_gather unshard g0 8 f32; "
       "group_end unshard g0; record e6 unshard; wait compute e6; show u full; "
-      "take_params u full; show u sharded; cast compute 8 f32->f32; "
+      "take_params u full; show u sharded; pack compute x1 8 f32->f32; "
       "record e1 compute; wait unshard e1; free 64");
   CHECK_I64(model_stats(&m).arena.num_allocs, 0);
   PLAY("end");
@@ -262,7 +262,7 @@ TEST(test_summon_on_one_rank) {
   ((float *)m.units[0].params[0])[3] = 55;
   PLAY("dismiss root");
   CHECK(((float *)m.units[0].shards[0])[3] == 55);
-  CHECK_TAPE_HAS("cast compute 8 f32->f32;");
+  CHECK_TAPE_HAS("pack compute x1 8 f32->f32;");
   CHECK_TAPE_LACKS("all_gather");
   PLAY("end");
 }

@@ -31,7 +31,7 @@ TEST(test_tape) {
   start_with(&options, false);
   PLAY("forward; pre_backward u; expect u 2; grad u 0; clear; grad u 1");
   CHECK_TAPE_HAS(
-      "pack compute f32 x1 4@0 8@4 zero4@12; pack compute f32 x1 one4@0");
+      "pack compute x1 4 f32->f32, 8 f32->f32, zero 4 f32, one 4 f32; ");
   CHECK_TAPE_HAS(
       "reduce_scatter reduce g0 8 f32; reduce_scatter reduce g0 2 f32; "
       "group_end reduce g0");
@@ -41,8 +41,10 @@ TEST(test_tape) {
   CHECK(!is_unused(0) && !is_unused(1));
 
   PLAY("zero_grad; forward; pre_backward u; expect u 1; clear; grad u 0");
-  CHECK_TAPE_HAS("pack compute f32 x1 one1@0 zero1@1; pack compute f32 x1 2@2");
-  CHECK_TAPE_HAS("copy_to_host reduce 8; accumulate reduce 8 f32->f32");
+  CHECK_TAPE_HAS(
+      "pack compute x1 4 f32->f32, zero 12 f32, one 1 f32, zero 1 f32; "
+      "pack compute x1 2 f32->f32; release");
+  CHECK_TAPE_HAS("copy_to_host reduce 8; accumulate reduce x0.5 8 f32->f32");
   PLAY("clear; finish; check_grads");
   CHECK_TAPE_HAS("synchronize");
   CHECK(!is_unused(0) && is_unused(1));

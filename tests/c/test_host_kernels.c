@@ -281,8 +281,13 @@ static void check_accumulate(int to, int from, int64_t numel, double scale,
     old[i] = read_at(target.data, to, i);
     values[i] = read_at(data, from, i);
   }
-  const fsdp_pack_item item = {data, dtypes[from], 0, numel, add, false};
-  CHECK_OK(fsdp_host_pack(target.data, dtypes[to], &item, 1, scale, NULL));
+  const fsdp_pack_item item = {.to = target.data,
+                               .to_dtype = dtypes[to],
+                               .from_dtype = dtypes[from],
+                               .from = data,
+                               .numel = numel,
+                               .add = add};
+  CHECK_OK(fsdp_host_pack(&item, 1, scale, NULL));
   for (int64_t i = 0; i < numel; i++) {
     const double expected =
         expected_of(what, to, from, old[i], values[i], scale);
@@ -319,59 +324,61 @@ TEST(test_pack) {
   const float a[2] = {2, 4};
   const uint16_t b[2] = {0x3F80, 0x4000}; /* bf16: 1, 2 */
   float destination[12] = {9, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9};
+  const fsdp_dtype bf16 = dtypes[FSDP_HOST_BF16];
+  uint16_t other[3] = {9, 9, 9};
   const fsdp_pack_item items[] = {
-      {a, f32, 0, 2, false, false},
-      {NULL, f32, 2, 2, false, false},
-      {b, dtypes[FSDP_HOST_BF16], 4, 2, true, false},
-      {NULL, f32, 6, 1, true, false}, /* as usual: no data writes zeros */
-      {a, f32, 8, 0, false, false},
-      {NULL, f32, 9, 2, false, true}, /* or ones, which are not scaled */
+      {destination, f32, f32, a, 2, false, false},
+      {destination + 2, f32, f32, NULL, 2, false, false},
+      {destination + 4, f32, bf16, b, 2, true, false},
+      /* As usual: no data writes zeros; */
+      {destination + 6, f32, f32, NULL, 1, true, false},
+      {destination + 8, f32, f32, a, 0, false, false},
+      /* or ones, which are not scaled. */
+      {destination + 9, f32, f32, NULL, 2, false, true},
+      /* Elsewhere, in another dtype. */
+      {other, bf16, f32, a, 2, false, false},
   };
   static const float expected[12] = {1, 2, 0, 0, 9.5F, 10, 0, 9, 9, 1, 1, 9};
-  CHECK_OK(fsdp_host_pack(destination, f32, items, 6, 0.5, NULL));
+  CHECK_OK(fsdp_host_pack(items, 7, 0.5, NULL));
   for (int i = 0; i < 12; i++) CHECK(destination[i] == expected[i]);
+  CHECK(other[0] == 0x3F80 && other[1] == 0x4000 && other[2] == 9);
 }
 
 TEST(test_refused_items_write_nothing) {
   const fsdp_dtype f32 = dtypes[FSDP_HOST_F32];
   int32_t integers[2] = {5, 6};
-  float target[2] = {5, 5};
+  float target[2] = {5, 6};
   const struct {
-    fsdp_dtype dtype;
     fsdp_pack_item item;
     const char *message;
   } cases[] = {
-      {f32,
-       {integers, int_dtype, 1, 1, false, false},
+      {{target + 1, f32, int_dtype, integers, 1, false, false},
        "pack: no host kernel from dtype 3 to dtype 6 (scale 1), use fp16, "
        "bf16, fp32 or fp64, or torch's own"},
-      {int_dtype,
-       {integers, int_dtype, 0, 1, true, false},
+      {{integers, int_dtype, int_dtype, integers, 1, true, false},
        "pack: no host kernel from dtype 3 to dtype 3 (scale 1, adding), use "
        "fp16, bf16, fp32 or fp64, or torch's own"},
-      {f32,
-       {target, f32, 0, -1, false, false},
-       "pack: numel -1 at offset 0, both must be >= 0"},
+      {{integers, int_dtype, int_dtype, NULL, 1, false, true},
+       "pack: no host kernel from dtype 3 to dtype 3 (scale 1), use fp16, "
+       "bf16, fp32 or fp64, or torch's own"},
+      {{target, f32, f32, target, -1, false, false},
+       "pack: numel -1, it must be >= 0"},
+      {{NULL, f32, f32, target, 1, false, false},
+       "pack: the destination of 1 elements is NULL"},
   };
   fsdp_error error;
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-    const fsdp_pack_item items[] = {{target + 1, f32, 0, 1, false, false},
-                                    cases[i].item};
-    const bool is_alone = cases[i].dtype.code != f32.code;
-    CHECK_FAILS(fsdp_host_pack(target, cases[i].dtype, items + is_alone,
-                               2 - is_alone, 1.0, &error),
-                FSDP_INVALID_ARGUMENT, error.message, cases[i].message);
-    CHECK(target[0] == 5 && target[1] == 5);
+    const fsdp_pack_item items[] = {
+        {target, f32, f32, target + 1, 1, false, false}, cases[i].item};
+    CHECK_FAILS(fsdp_host_pack(items, 2, 1.0, &error), FSDP_INVALID_ARGUMENT,
+                error.message, cases[i].message);
+    CHECK(target[0] == 5 && target[1] == 6 && integers[0] == 5);
   }
-  const fsdp_pack_item item = {target, f32, 0, 1, false, false};
-  CHECK_FAILS(fsdp_host_pack(NULL, f32, &item, 1, 1.0, &error),
-              FSDP_INVALID_ARGUMENT, error.message,
-              "pack: the destination of 1 elements is NULL");
   /* Integers are copied, to themselves too. */
   const fsdp_pack_item copies[] = {
-      {integers, int_dtype, 0, 2, false, false},
-      {integers + 1, int_dtype, 0, 1, false, false}};
-  CHECK_OK(fsdp_host_pack(integers, int_dtype, copies, 2, 1, NULL));
+      {integers + 1, int_dtype, int_dtype, integers + 1, 1, false, false},
+      {integers, int_dtype, int_dtype, integers + 1, 1, false, false}};
+  CHECK_OK(fsdp_host_pack(copies, 2, 1, NULL));
   CHECK(integers[0] == 6 && integers[1] == 6);
 }
 

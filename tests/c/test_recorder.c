@@ -46,6 +46,34 @@ TEST(test_races) {
              "replicate e1)");
 }
 
+/* Two items of one call, the second `from` somewhere; -1: it writes zeros. */
+static const char *race_of_items(int64_t to, int64_t from) {
+  static char text[256];
+  recorder *device = recorder_create();
+  const fsdp_device_ops *ops = recorder_ops(device);
+  float data[4] = {0};
+  const fsdp_dtype f32 = RECORDER_F32;
+  recorder_name_memory(device, data, sizeof data, "x");
+  const fsdp_pack_item items[] = {
+      {data, f32, f32, data, 2, false, false},
+      {data + to, f32, f32, from < 0 ? NULL : data + from, 1, false, false}};
+  CHECK_OK(ops->pack(ops->context, FSDP_LANE_COMPUTE, items, 2, 1, NULL));
+  snprintf(text, sizeof text, "%s", recorder_race(device));
+  recorder_destroy(device);
+  return text;
+}
+
+TEST(test_items_of_one_call) {
+  CHECK_TEXT(race_of_items(2, 3), "");
+  CHECK_TEXT(race_of_items(2, -1), "");
+  CHECK_TEXT(race_of_items(1, -1),
+             "write by an item of the same call, not after write of x+4 by "
+             "compute (pack compute x1 2 f32->f32, zero 1 f32)");
+  CHECK_TEXT(race_of_items(2, 1),
+             "write by an item of the same call, not after read of x+4 by "
+             "compute (pack compute x1 2 f32->f32, 1 f32->f32)");
+}
+
 /* A lane waits for COMPUTE before it uses a new block, and COMPUTE for the lane
  * before it is freed. */
 static const char *race_of_block(bool waits_first, bool waits_last) {

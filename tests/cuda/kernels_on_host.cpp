@@ -55,50 +55,28 @@ void fill(void *data, fsdp_dtype dtype, int64_t numel) {
   for (double &value : values) {
     value = static_cast<double>(random_below(1 << 20) - (1 << 19)) / 65536;
   }
-  const fsdp_pack_item item = {values.data(), kDtypes[3], 0,
-                               numel,         false,      false};
-  expect(fsdp_host_pack(data, dtype, &item, 1, 1.0, nullptr) == FSDP_OK,
-         "fill");
-}
-
-template <int To>
-void run_blocks(const Table<kManyItems> &table, void *destination,
-                double scale) {
-  for (int tile = table.num_tiles - 1; tile >= 0; tile--) {
-    for (int thread = 0; thread < kThreads; thread++) {
-      fsdp_cuda::pack_thread<To>(table, destination, tile, thread, scale);
-    }
-  }
+  const fsdp_pack_item item = {data,  dtype, kDtypes[3], values.data(),
+                               numel, false, false};
+  expect(fsdp_host_pack(&item, 1, 1.0, nullptr) == FSDP_OK, "fill");
 }
 
 // A pack as a launch does it; returns the number of launches.
-int pack(void *destination, fsdp_dtype dtype,
-         const std::vector<fsdp_pack_item> &items, double scale) {
+int pack(const std::vector<fsdp_pack_item> &items, double scale) {
   int num_launches = 0;
   const auto num_items = static_cast<int64_t>(items.size());
-  expect(fsdp_cuda::check_pack(destination, dtype, items.data(), num_items,
-                               nullptr) == FSDP_OK,
+  expect(fsdp_cuda::check_pack(items.data(), num_items, nullptr) == FSDP_OK,
          "check_pack");
   const fsdp_status status = fsdp_cuda::for_tables(
       num_items, [&](int64_t i) { return items[i].numel; },
       [&](int64_t i, int64_t *num_tiles) {
-        return fsdp_cuda::item_for_pack(destination, dtype, items[i],
-                                        num_tiles);
+        return fsdp_cuda::item_for_pack(items[i], num_tiles);
       },
       [&](const Table<kManyItems> &table) {
         num_launches++;
-        switch (dtype.code) {
-          case FSDP_DTYPE_FLOAT16:
-            run_blocks<FSDP_DTYPE_FLOAT16>(table, destination, scale);
-            break;
-          case FSDP_DTYPE_BFLOAT16:
-            run_blocks<FSDP_DTYPE_BFLOAT16>(table, destination, scale);
-            break;
-          case FSDP_DTYPE_FLOAT32:
-            run_blocks<FSDP_DTYPE_FLOAT32>(table, destination, scale);
-            break;
-          default:
-            run_blocks<FSDP_DTYPE_FLOAT64>(table, destination, scale);
+        for (int tile = table.num_tiles - 1; tile >= 0; tile--) {
+          for (int thread = 0; thread < kThreads; thread++) {
+            fsdp_cuda::pack_thread(table, tile, thread, scale);
+          }
         }
         return FSDP_OK;
       },
@@ -107,45 +85,54 @@ int pack(void *destination, fsdp_dtype dtype,
   return num_launches;
 }
 
-// Packs `num_items` random items, of every dtype and alignment, with gaps.
-void check_pack(fsdp_dtype dtype, int64_t num_items, int64_t least_numel,
-                int64_t most_numel) {
+// Packs `num_items` random items from and to every dtype and alignment, with
+// gaps between some of the destinations.
+void check_pack(int64_t num_items, int64_t least_numel, int64_t most_numel) {
   std::vector<fsdp_pack_item> items;
   std::vector<Memory> sources;
+  std::vector<int64_t> places;  // bytes from the start of the destination
   sources.reserve(static_cast<size_t>(num_items));
-  int64_t end = random_below(9);
+  int64_t end = 0;
+  int64_t num_used = 0;
   for (int64_t i = 0; i < num_items; i++) {
     fsdp_pack_item item = {};
-    item.dtype = kDtypes[random_below(4)];
+    item.to_dtype = kDtypes[random_below(4)];
+    item.from_dtype = kDtypes[random_below(4)];
     item.numel = least_numel + random_below(most_numel - least_numel);
-    item.offset = end;
     item.add = random_below(2) == 0;
     item.is_one = random_below(2) == 0;
-    sources.emplace_back(item.numel * item.dtype.itemsize + 16);
+    sources.emplace_back(item.numel * item.from_dtype.itemsize + 16);
     if (random_below(5) != 0) {
-      item.data = sources.back().at(random_below(2) * item.dtype.itemsize);
-      fill(const_cast<void *>(item.data), item.dtype, item.numel);
+      char *from =
+          sources.back().at(random_below(2) * item.from_dtype.itemsize);
+      fill(from, item.from_dtype, item.numel);
+      item.from = from;
     }
-    end += item.numel + (random_below(2) == 0 ? 0 : random_below(9));
+    if (random_below(2) == 0) end += 2 * random_below(9);
+    const int64_t itemsize = item.to_dtype.itemsize;
+    end = (end + itemsize - 1) / itemsize * itemsize;
+    places.push_back(end);
+    end += item.numel * itemsize;
+    num_used += item.numel > 0;
     items.push_back(item);
   }
   const double scale = random_below(2) == 0 ? 1.0 : 1.0 / 3;
-  Memory actual(end * dtype.itemsize + 32);
-  Memory expected(end * dtype.itemsize + 32);
-  const int64_t shift = random_below(3) * dtype.itemsize;
-  fill(expected.at(shift), dtype, end + 1);
-  std::memcpy(actual.at(shift), expected.at(shift),
-              static_cast<size_t>((end + 1) * dtype.itemsize));
-  const int num_launches = pack(actual.at(shift), dtype, items, scale);
-  int64_t num_used = 0;
-  for (const fsdp_pack_item &item : items) num_used += item.numel > 0;
-  expect(num_launches == (num_used + kManyItems - 1) / kManyItems,
+  Memory actual(end + 16);
+  Memory expected(end + 16);
+  for (size_t i = 0; i < items.size(); i++) {
+    fill(expected.at(places[i]), items[i].to_dtype, items[i].numel);
+  }
+  std::memcpy(actual.at(0), expected.at(0), static_cast<size_t>(end + 16));
+  for (size_t i = 0; i < items.size(); i++) items[i].to = actual.at(places[i]);
+  expect(pack(items, scale) == (num_used + kManyItems - 1) / kManyItems,
          "one launch per 960 items");
-  expect(fsdp_host_pack(expected.at(shift), dtype, items.data(), num_items,
-                        scale, nullptr) == FSDP_OK,
+  for (size_t i = 0; i < items.size(); i++) {
+    items[i].to = expected.at(places[i]);
+  }
+  expect(fsdp_host_pack(items.data(), num_items, scale, nullptr) == FSDP_OK,
          "host pack");
-  expect(std::memcmp(actual.at(shift), expected.at(shift),
-                     static_cast<size_t>((end + 1) * dtype.itemsize)) == 0,
+  expect(std::memcmp(actual.at(0), expected.at(0),
+                     static_cast<size_t>(end + 16)) == 0,
          "pack: another result than the host's");
 }
 
@@ -156,18 +143,19 @@ void check_accumulate(fsdp_dtype to, fsdp_dtype from, int64_t numel,
   Memory actual(numel * to.itemsize + 64);
   Memory expected(numel * to.itemsize + 64);
   fsdp_pack_item item = {};
-  item.data = source.at(from_shift * from.itemsize);
-  item.dtype = from;
+  item.to_dtype = to;
+  item.from_dtype = from;
+  item.from = source.at(from_shift * from.itemsize);
   item.numel = numel;
   item.add = add;
   fill(source.at(from_shift * from.itemsize), from, numel);
   fill(expected.at(0), to, numel + 4);
   std::memcpy(actual.at(0), expected.at(0),
               static_cast<size_t>((numel + 4) * to.itemsize));
-  pack(actual.at(to_shift * to.itemsize), to, {item}, 1.0 / 3);
-  expect(fsdp_host_pack(expected.at(to_shift * to.itemsize), to, &item, 1,
-                        1.0 / 3, nullptr) == FSDP_OK,
-         "host pack");
+  item.to = actual.at(to_shift * to.itemsize);
+  pack({item}, 1.0 / 3);
+  item.to = expected.at(to_shift * to.itemsize);
+  expect(fsdp_host_pack(&item, 1, 1.0 / 3, nullptr) == FSDP_OK, "host pack");
   expect(std::memcmp(actual.at(0), expected.at(0),
                      static_cast<size_t>((numel + 4) * to.itemsize)) == 0,
          "accumulate: another result than the host's");
@@ -248,10 +236,10 @@ double plain_norm(const std::vector<fsdp_host_span> &spans, double power) {
   double sum = 0;
   for (const fsdp_host_span &span : spans) {
     std::vector<double> values(static_cast<size_t>(span.numel));
-    const fsdp_pack_item item = {span.data,  span.dtype, 0,
-                                 span.numel, false,      false};
-    expect(fsdp_host_pack(values.data(), kDtypes[3], &item, 1, 1.0, nullptr) ==
-               FSDP_OK,
+    const fsdp_pack_item item = {values.data(), kDtypes[3], span.dtype,
+                                 span.data,     span.numel, false,
+                                 false};
+    expect(fsdp_host_pack(&item, 1, 1.0, nullptr) == FSDP_OK,
            "values of a norm");
     for (const double value : values) {
       const double size = std::fabs(value);
@@ -287,11 +275,16 @@ void check_norm_and_scale(int64_t num_spans, int64_t most_numel) {
   for (const fsdp_host_span &span : spans) {
     const char *data = static_cast<const char *>(span.data);
     expected.emplace_back(data, data + span.numel * span.dtype.itemsize);
-    const fsdp_pack_item item = {
-        expected.back().data(), span.dtype, 0, span.numel, false, false};
-    expect(fsdp_host_pack(expected.back().data(), span.dtype, &item, 1,
-                          static_cast<double>(0.3F), nullptr) == FSDP_OK,
-           "host scale");
+    const fsdp_pack_item item = {expected.back().data(),
+                                 span.dtype,
+                                 span.dtype,
+                                 expected.back().data(),
+                                 span.numel,
+                                 false,
+                                 false};
+    expect(
+        fsdp_host_pack(&item, 1, static_cast<double>(0.3F), nullptr) == FSDP_OK,
+        "host scale");
   }
   scale_all(spans, 0.3F);
   for (size_t i = 0; i < spans.size(); i++) {
@@ -318,27 +311,34 @@ void check_refusals() {
   const fsdp_dtype int_dtype = {FSDP_DTYPE_INT32, 4};
   float value = 1;
   fsdp_error error = {};
-  const fsdp_pack_item item = {&value, int_dtype, 0, 1, false, false};
-  expect(fsdp_cuda::check_pack(&value, kDtypes[2], &item, 1, &error) ==
-                 FSDP_INVALID_ARGUMENT &&
-             std::strcmp(error.message,
-                         "CUDA pack: item 0 has 1 elements of dtype 3 at "
-                         "offset 0, there must be >= 0, of fp16, bf16, fp32 "
-                         "or fp64, at >= 0") == 0,
+  const fsdp_dtype f32 = kDtypes[2];
+  const fsdp_pack_item items[] = {
+      {&value, f32, f32, &value, 1, false, false},
+      {&value, f32, int_dtype, &value, 1, false, false}};
+  expect(fsdp_cuda::check_pack(items, 2, &error) == FSDP_INVALID_ARGUMENT &&
+             std::strstr(error.message,
+                         "CUDA pack: item 1 has 1 elements of dtype 3 for "
+                         "0x") == error.message,
          "a pack of integers is refused");
-  expect(fsdp_cuda::check_pack(nullptr, kDtypes[2], nullptr, 0, nullptr) ==
-             FSDP_INVALID_ARGUMENT,
-         "no destination");
+  const fsdp_pack_item refused[] = {
+      {&value, int_dtype, f32, &value, 1, false, false},
+      {&value, int_dtype, f32, nullptr, 1, false, false},
+      {&value, f32, f32, &value, -1, false, false},
+      {nullptr, f32, f32, &value, 1, false, false}};
+  for (const fsdp_pack_item &item : refused) {
+    expect(fsdp_cuda::check_pack(&item, 1, nullptr) == FSDP_INVALID_ARGUMENT,
+           "an item is refused");
+  }
   const fsdp_host_span span = {&value, kDtypes[2], -1};
   expect(fsdp_cuda::check_spans(&span, 1, "norm", nullptr) ==
              FSDP_INVALID_ARGUMENT,
          "a negative numel is refused");
-  const fsdp_pack_item huge = {&value,           kDtypes[2], 0,
-                               INT64_C(1) << 50, false,      false};
+  const fsdp_pack_item huge = {&value,           f32,   f32,  &value,
+                               INT64_C(1) << 50, false, false};
   const fsdp_status status = fsdp_cuda::for_tables(
       1, [&](int64_t) { return huge.numel; },
       [&](int64_t, int64_t *num_tiles) {
-        return fsdp_cuda::item_for_pack(&value, kDtypes[2], huge, num_tiles);
+        return fsdp_cuda::item_for_pack(huge, num_tiles);
       },
       [&](const Table<kManyItems> &) { return FSDP_INTERNAL; }, &error);
   expect(status == FSDP_INVALID_ARGUMENT, "more tiles than a grid has");
@@ -356,11 +356,11 @@ int main() {
         }
       }
     }
-    for (int i = 0; i < 20; i++) check_pack(to, 1 + random_below(20), 0, 6000);
-    check_pack(to, 2000, 0, 40);
-    check_pack(to, kManyItems, 1, 20);
-    check_pack(to, kManyItems + 1, 1, 20);
   }
+  for (int i = 0; i < 80; i++) check_pack(1 + random_below(20), 0, 6000);
+  for (int i = 0; i < 4; i++) check_pack(2000, 0, 40);
+  check_pack(kManyItems, 1, 20);
+  check_pack(kManyItems + 1, 1, 20);
   for (int i = 0; i < 20; i++) check_norm_and_scale(random_below(20), 6000);
   check_norm_and_scale(1000, 30);
   check_norm_and_scale(4, 300000);  // several tiles of a norm

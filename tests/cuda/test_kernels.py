@@ -37,9 +37,10 @@ class PackItem(ctypes.Structure):
     """``fsdp_pack_item``."""
 
     _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("dtype", Dtype),
-        ("offset", ctypes.c_int64),
+        ("to", ctypes.c_void_p),
+        ("to_dtype", Dtype),
+        ("from_dtype", Dtype),
+        ("from_", ctypes.c_void_p),
         ("numel", ctypes.c_int64),
         ("add", ctypes.c_bool),
         ("is_one", ctypes.c_bool),
@@ -64,8 +65,8 @@ class Table(ctypes.Structure):
         (
             "pack",
             Function(
-                *(ctypes.c_int, Address, Dtype, ctypes.POINTER(PackItem)),
-                *(ctypes.c_int64, ctypes.c_double, Address, Address),
+                *(ctypes.c_int, ctypes.POINTER(PackItem), ctypes.c_int64),
+                *(ctypes.c_double, Address, Address),
             ),
         ),
         (
@@ -97,16 +98,15 @@ def dtype_of(tensor: Tensor) -> Dtype:
 
 
 def items_of(
-    tensors: Sequence[Tensor | None], numels: Sequence[int], *, adds: Sequence[bool]
+    targets: Sequence[Tensor], sources: Sequence[Tensor | None], adds: Sequence[bool]
 ) -> Any:
-    """Return pack items that follow each other in the destination."""
-    items = (PackItem * len(tensors))()
-    offset = 0
-    for i, tensor in enumerate(tensors):
-        data = None if tensor is None else tensor.data_ptr()
-        dtype = Dtype(6, 4) if tensor is None else dtype_of(tensor)
-        items[i] = PackItem(data, dtype, offset, numels[i], adds[i])
-        offset += numels[i]
+    """Return pack items, one for each pair of tensors."""
+    items = (PackItem * len(targets))()
+    for i, (to, source) in enumerate(zip(targets, sources, strict=True)):
+        data = None if source is None else source.data_ptr()
+        dtype = Dtype(6, 4) if source is None else dtype_of(source)
+        items[i] = PackItem(to.data_ptr(), dtype_of(to), dtype, data, to.numel())
+        items[i].add = adds[i]
     return items
 
 
@@ -127,8 +127,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     subprocess.run(command, check=True)
     library = ctypes.CDLL(str(path))
     library.fsdp_host_pack.argtypes = [
-        *(Address, Dtype, ctypes.POINTER(PackItem), ctypes.c_int64),
-        *(ctypes.c_double, Address),
+        *(ctypes.POINTER(PackItem), ctypes.c_int64, ctypes.c_double, Address),
     ]
     return library
 
@@ -151,15 +150,15 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Table:
     return found.contents
 
 
-def packed_on_host(
-    host: ctypes.CDLL, target: Tensor, items: Any, scale: float
-) -> Tensor:
-    result = target.clone()
-    status = host.fsdp_host_pack(
-        result.data_ptr(), dtype_of(result), items, len(items), scale, None
-    )
-    assert status == 0
-    return result
+def pack_on_host(
+    host: ctypes.CDLL,
+    targets: Sequence[Tensor],
+    sources: Sequence[Tensor | None],
+    adds: Sequence[bool],
+    scale: float,
+) -> None:
+    items = items_of(targets, sources, adds)
+    assert host.fsdp_host_pack(items, len(items), scale, None) == 0
 
 
 def same_bits(actual: Tensor, expected: Tensor) -> bool:
@@ -187,42 +186,39 @@ def test_the_host_has_torchs_bits(
     torch.manual_seed(0)
     for numel in NUMELS:
         data, old = values(numel, source), values(numel, target)
-        items = items_of([data], [numel], adds=[add])
         expected = old.clone()
         if add:
             expected.add_(data, alpha=scale)
         else:
             expected.copy_(data).mul_(scale)
-        assert same_bits(packed_on_host(host, old, items, scale), expected), numel
+        pack_on_host(host, [old], [data], [add], scale)
+        assert same_bits(old, expected), numel
 
 
 @needs_a_gpu
-@pytest.mark.parametrize("target", DTYPES)
 @pytest.mark.parametrize("scale", [1.0, 0.25, 1 / 3])
 @pytest.mark.parametrize("num_items", [1, 100, 500, 2000])
-def test_pack(
-    host: ctypes.CDLL, table: Table, target: torch.dtype, scale: float, num_items: int
-) -> None:
+def test_pack(host: ctypes.CDLL, table: Table, scale: float, num_items: int) -> None:
     torch.manual_seed(num_items)
     numels = [NUMELS[i % 6] + i % 3 for i in range(num_items)]
     if num_items == 1:
         numels = [5_000_001]
-    tensors = [
+    sources = [
         None if i % 7 == 6 else values(numel, DTYPES[i % 4])
         for i, numel in enumerate(numels)
     ]
     adds = [i % 2 == 1 for i in range(num_items)]
-    old = values(sum(numels), target)
-    items = items_of(tensors, numels, adds=adds)
-    expected = packed_on_host(host, old, items, scale)
-    on_gpu = [None if tensor is None else tensor.cuda() for tensor in tensors]
-    actual = old.cuda()
+    expected = [values(numel, DTYPES[i // 4 % 4]) for i, numel in enumerate(numels)]
+    actual = [tensor.cuda() for tensor in expected]
+    on_gpu = [None if tensor is None else tensor.cuda() for tensor in sources]
     status = table.pack(
-        *(actual.data_ptr(), dtype_of(actual), items_of(on_gpu, numels, adds=adds)),
-        *(num_items, scale, torch.cuda.current_stream().cuda_stream, None),
+        *(items_of(actual, on_gpu, adds), num_items, scale),
+        *(torch.cuda.current_stream().cuda_stream, None),
     )
     assert status == 0
-    assert same_bits(actual.cpu(), expected)
+    pack_on_host(host, expected, sources, adds, scale)
+    for one, other in zip(actual, expected, strict=True):
+        assert same_bits(one.cpu(), other)
 
 
 @needs_a_gpu

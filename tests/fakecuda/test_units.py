@@ -8,6 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -15,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import fsdp_c
-from fakecuda.device import needs_fake, set_schedule
+from fakecuda.device import count, needs_fake, set_schedule
 from helpers.distributed import distributed
 from helpers.groups import kept_mesh
 from helpers.impl import FSDP, fsdp
@@ -45,6 +52,54 @@ def test_more_engines_than_torch_has_streams(rank: int) -> None:
             ):
                 torch.testing.assert_close(mine, theirs)
                 torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def _in_bf16(layers: list[nn.Module], api: str, *, offloads: bool) -> nn.Module:
+    """Return units of fp32 shards that compute in bf16."""
+    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    model: nn.Module = nn.Sequential(*layers)
+    if api == "fully_shard":
+        policy = CPUOffloadPolicy() if offloads else OffloadPolicy()
+        for module in (*layers, model):
+            fsdp_c.fully_shard(
+                module, mp_policy=MixedPrecisionPolicy(**dtypes), offload_policy=policy
+            )
+        return model
+    return fsdp(
+        model,
+        auto_wrap_policy=lambda module, recurse, **_: recurse or module in layers,
+        mixed_precision=MixedPrecision(**dtypes),
+        cpu_offload=CPUOffload(offload_params=offloads),
+        use_orig_params=True,
+    )
+
+
+@distributed(world_size=2, device="cuda")
+@pytest.mark.parametrize("offloads", [False, True])
+@pytest.mark.parametrize("api", ["FullyShardedDataParallel", "fully_shard"])
+def test_calls_of_a_unit(api: str, offloads: bool) -> None:
+    """They are as many, however many parameters it has."""
+    counted = ("launches", "event_records", "event_waits")
+    num_units = 3
+    found = []
+    for num_linears in (1, 4):
+        layers: list[nn.Module] = [
+            nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(num_linears)))
+            for _ in range(num_units)
+        ]
+        model = _in_bf16(layers, api, offloads=offloads)
+        x = torch.randn(4, DIM, device="cuda")
+        for step in range(5):
+            if step % 2 == 0:  # every other step adds to the gradients
+                model.zero_grad()
+            before = [count(name) for name in counted]
+            model(x).float().square().mean().backward()
+            torch.cuda.synchronize()
+            calls = [count(name) for name in counted]
+            found.append([a - b for a, b in zip(calls, before, strict=True)])
+            # Casts for forward and for backward, a pack, an accumulate.
+            assert found[-1][0] == 4 * num_units, (num_linears, step, found)
+    assert found[2:5] == found[7:10], found
 
 
 def test_an_allocator_in_the_order_of_streams() -> None:

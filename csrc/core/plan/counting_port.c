@@ -152,12 +152,11 @@ static fsdp_status event_synchronize(void *context, fsdp_event *event,
 /* Data: there is none. ------------------------------------------------------
  */
 
-static fsdp_status cast(void *context, fsdp_lane lane, void *destination,
-                        fsdp_dtype destination_dtype, const void *source,
-                        fsdp_dtype source_dtype, int64_t numel,
-                        fsdp_error *error) {
-  (void)context, (void)lane, (void)destination, (void)destination_dtype,
-      (void)source, (void)source_dtype, (void)numel, (void)error;
+static fsdp_status pack(void *context, fsdp_lane lane,
+                        const fsdp_pack_item *items, int64_t num_items,
+                        double scale, fsdp_error *error) {
+  (void)context, (void)lane, (void)items, (void)num_items, (void)scale,
+      (void)error;
   return FSDP_OK;
 }
 
@@ -176,24 +175,6 @@ static fsdp_status copy_to_host(void *context, fsdp_lane lane, void *host,
                                 const void *device, int64_t nbytes,
                                 fsdp_error *error) {
   return copy_to_device(context, lane, host, device, nbytes, error);
-}
-
-static fsdp_status pack(void *context, fsdp_lane lane, void *destination,
-                        fsdp_dtype destination_dtype,
-                        const fsdp_pack_item *items, int64_t num_items,
-                        double scale, fsdp_error *error) {
-  (void)items, (void)scale;
-  return cast(context, lane, destination, destination_dtype, NULL,
-              destination_dtype, num_items, error);
-}
-
-static fsdp_status accumulate(void *context, fsdp_lane lane, void *destination,
-                              fsdp_dtype destination_dtype, const void *source,
-                              fsdp_dtype source_dtype, int64_t numel,
-                              double scale, bool add, fsdp_error *error) {
-  (void)scale, (void)add;
-  return cast(context, lane, destination, destination_dtype, source,
-              source_dtype, numel, error);
 }
 
 /* Streams and collectives -------------------------------------------------- */
@@ -461,11 +442,10 @@ fsdp_device_ops fsdp_counting_device_ops(fsdp_counting_device *device) {
       .event_record = event_record,
       .event_wait = event_wait,
       .event_synchronize = event_synchronize,
-      .cast = cast,
       .copy_to_device = copy_to_device,
       .copy_to_host = copy_to_host,
       .pack = pack,
-      .accumulate = accumulate,
+      .accumulate = pack,
       .stream = stream,
       .is_host = device->is_host,
       .all_gather_bytes = all_gather_bytes,

@@ -7,11 +7,11 @@
  *
  * Note [Lanes on a host device]
  * A CPU has no streams. There, collectives start in the order of the calls
- * (so that all ranks agree), cast and pack run at once, accumulate is queued
- * behind its lane's collectives, and event_wait runs the recording lane up to
- * the event, whichever lane waits. The engine is
- * therefore written so that cast and pack never touch memory of a collective
- * that is still in flight on their own lane; an event stands between them.
+ * (so that all ranks agree), pack runs at once, accumulate is queued behind its
+ * lane's collectives, and event_wait runs the recording lane up to the event,
+ * whichever lane waits. The engine is therefore written so that pack never
+ * touches memory of a collective that is still in flight on its own lane; an
+ * event stands between them.
  */
 #ifndef FSDP_PORT_DEVICE_H
 #define FSDP_PORT_DEVICE_H
@@ -29,14 +29,15 @@ extern "C" {
 
 typedef struct fsdp_event fsdp_event; /* the provider's own */
 
-/* One source of a pack. */
+/* One copy of a pack, which converts when the dtypes differ. */
 typedef struct fsdp_pack_item {
-  const void *data; /* `numel` contiguous elements; NULL: see `is_one` */
-  fsdp_dtype dtype;
-  int64_t offset; /* elements from the start of the destination */
+  void *to; /* `numel` contiguous elements */
+  fsdp_dtype to_dtype;
+  fsdp_dtype from_dtype;
+  const void *from; /* as many; NULL: see `is_one` */
   int64_t numel;
   bool add;    /* add to what is there instead of replacing it */
-  bool is_one; /* without data: writes ones, not zeros; neither is scaled */
+  bool is_one; /* without `from`: writes ones, not zeros; neither is scaled */
 } fsdp_pack_item;
 
 typedef struct fsdp_device_ops {
@@ -74,28 +75,23 @@ typedef struct fsdp_device_ops {
    * knows it, or -1: none. May be NULL: a device without lanes. Cannot fail. */
   int32_t (*mark)(void *context, fsdp_lane lane);
 
-  /* Data. `cast` copies, converting when the dtypes differ. */
-  fsdp_status (*cast)(void *context, fsdp_lane lane, void *destination,
-                      fsdp_dtype destination_dtype, const void *source,
-                      fsdp_dtype source_dtype, int64_t numel,
-                      fsdp_error *error);
-  /* Bytes between the device and host memory. */
+  /* Data. Bytes between the device and host memory. */
   fsdp_status (*copy_to_device)(void *context, fsdp_lane lane, void *device,
                                 const void *host, int64_t nbytes,
                                 fsdp_error *error);
   fsdp_status (*copy_to_host)(void *context, fsdp_lane lane, void *host,
                               const void *device, int64_t nbytes,
                               fsdp_error *error);
-  /* destination[item.offset ...] = scale * item.data (or += with item.add),
-   * for all items in one launch where the device can. */
-  fsdp_status (*pack)(void *context, fsdp_lane lane, void *destination,
-                      fsdp_dtype destination_dtype, const fsdp_pack_item *items,
-                      int64_t num_items, double scale, fsdp_error *error);
-  /* destination = scale * source (+ destination with `add`). */
-  fsdp_status (*accumulate)(void *context, fsdp_lane lane, void *destination,
-                            fsdp_dtype destination_dtype, const void *source,
-                            fsdp_dtype source_dtype, int64_t numel,
-                            double scale, bool add, fsdp_error *error);
+  /* item.to = scale * item.from (or += with item.add) for all items, in one
+   * launch where the device can. No item writes what another one touches. The
+   * items are the caller's. */
+  fsdp_status (*pack)(void *context, fsdp_lane lane,
+                      const fsdp_pack_item *items, int64_t num_items,
+                      double scale, fsdp_error *error);
+  /* The same, of what a collective before it on the lane leaves. */
+  fsdp_status (*accumulate)(void *context, fsdp_lane lane,
+                            const fsdp_pack_item *items, int64_t num_items,
+                            double scale, fsdp_error *error);
 
   /* Collectives, which a group's transport carries. stream: the device's own
    * handle of a lane's stream; NULL on a host device. */

@@ -279,7 +279,8 @@ fsdp_status fsdp_unit_create(const fsdp_unit_options *options, fsdp_unit **unit,
   self->is_filled = fsdp_calloc(num_params, sizeof *self->is_filled);
   self->was_used = fsdp_calloc(num_params, sizeof *self->was_used);
   self->pending = fsdp_calloc(num_params, sizeof *self->pending);
-  self->items = fsdp_calloc(2 * num_params + num_segments, sizeof *self->items);
+  self->items =
+      fsdp_calloc(3 * num_params + num_segments + 1, sizeof *self->items);
   if (self->name == NULL || self->segments == NULL ||
       self->param_data == NULL || self->grad_data == NULL ||
       self->stage_data == NULL || self->partial_data == NULL ||

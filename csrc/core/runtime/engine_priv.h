@@ -78,14 +78,29 @@ FSDP_NODISCARD fsdp_status fsdp_engine_priv_alloc(fsdp_engine *engine,
  * the device was out of memory, and blocks that nobody holds were freed. */
 bool fsdp_engine_priv_has_made_room(fsdp_engine *engine, fsdp_status status);
 
+/* items.c: the first items of the unit's list, in one launch. None: nothing. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_pack_items(fsdp_unit *unit,
+                                                     fsdp_lane lane,
+                                                     int64_t num_items,
+                                                     double scale,
+                                                     fsdp_error *error);
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_accumulate_items(fsdp_unit *unit,
+                                                           fsdp_lane lane,
+                                                           int64_t num_items,
+                                                           double scale,
+                                                           fsdp_error *error);
+
 /* unused.c: Note [Unused parameters]. Nothing happens in a unit that does not
  * find them. */
 /* Makes the segment of marks, whose places place.c finds. NULL: there are
  * marks already. */
 fsdp_unit_segment *fsdp_unit_priv_add_marks(fsdp_unit *unit, fsdp_dtype dtype);
-/* Writes this rank's marks into the gradient block. */
-FSDP_NODISCARD fsdp_status fsdp_unit_priv_pack_marks(fsdp_unit *unit,
-                                                     fsdp_error *error);
+/* Lists what writes this rank's marks into the gradient block, into the first
+ * slot at least; at most one item for each parameter. Returns how many. */
+int64_t fsdp_unit_priv_mark_items(fsdp_unit *unit, fsdp_pack_item *items);
+/* When those are written: copies the first slot into the others, if it must. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_spread_marks(fsdp_unit *unit,
+                                                       fsdp_error *error);
 /* Copies `sums` of this rank's slot to the host if it needs them; on `lane`,
  * where they are complete. */
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_read_marks(fsdp_unit *unit,

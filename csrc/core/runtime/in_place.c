@@ -124,18 +124,20 @@ void fsdp_unit_priv_choose_place(fsdp_unit *unit, bool is_on_demand) {
 
 /* Copies shards that were moved to where the others read them. */
 static fsdp_status bring_home(fsdp_unit *unit, fsdp_error *error) {
-  const fsdp_device_ops *ops = &unit->engine->ops;
-  fsdp_status status = FSDP_OK;
+  int64_t num_items = 0;
   for (int64_t i = 0; i < unit->num_segments; i++) {
     const fsdp_unit_segment *segment = &unit->segments[i];
     const fsdp_dtype dtype = segment->layout->dtype;
     if (segment->home == NULL || segment->home == segment->shard) continue;
-    FSDP_TRY(ops->cast(ops->context, FSDP_LANE_UNSHARD, segment->home, dtype,
-                       segment->shard, dtype, segment->layout->shard_numel,
-                       error));
+    unit->items[num_items++] =
+        (fsdp_pack_item){.to = segment->home,
+                         .to_dtype = dtype,
+                         .from_dtype = dtype,
+                         .from = segment->shard,
+                         .numel = segment->layout->shard_numel};
   }
-done:
-  return status;
+  return fsdp_unit_priv_pack_items(unit, FSDP_LANE_UNSHARD, num_items, 1.0,
+                                   error);
 }
 
 fsdp_status fsdp_unit_priv_open(fsdp_unit *unit, const fsdp_call *call,

@@ -53,6 +53,7 @@ static int64_t pending_items(fsdp_unit *unit, int64_t segment,
   const fsdp_flat_layout *layout = unit->options.layout;
   const fsdp_segment *info = unit->segments[segment].layout;
   const int64_t *params = fsdp_flat_layout_segment_params(layout, segment);
+  const fsdp_dtype dtype = unit->segments[segment].options.reduce_dtype;
   int64_t num_items = 0;
 
   for (int64_t i = 0; i < info->num_params; i++) {
@@ -61,9 +62,11 @@ static int64_t pending_items(fsdp_unit *unit, int64_t segment,
     const fsdp_param_slot *slot = fsdp_flat_layout_slot(layout, grad->param);
     if (slot->numel > 0) {
       items[num_items++] = (fsdp_pack_item){
-          .data = grad->data,
-          .dtype = grad->dtype,
-          .offset = slot->offset,
+          .to =
+              (char *)unit->grad_data[segment] + slot->offset * dtype.itemsize,
+          .to_dtype = dtype,
+          .from_dtype = grad->dtype,
+          .from = grad->data,
           .numel = slot->numel,
           .add = unit->is_filled[grad->param] != 0,
       };
@@ -91,27 +94,13 @@ static int64_t unfilled_items(const fsdp_unit *unit, int64_t segment,
     const int64_t end = is_end ? info->padded_numel : slot->offset;
     if (end > begin) {
       items[num_items++] = (fsdp_pack_item){
-          .data = NULL, .dtype = dtype, .offset = begin, .numel = end - begin};
+          .to = (char *)unit->grad_data[segment] + begin * dtype.itemsize,
+          .to_dtype = dtype,
+          .numel = end - begin};
     }
     if (!is_end) begin = slot->offset + slot->numel;
   }
   return num_items;
-}
-
-/* One launch for the segment. */
-static fsdp_status pack_segment(fsdp_unit *unit, int64_t segment, bool fills,
-                                fsdp_error *error) {
-  const fsdp_device_ops *ops = &unit->engine->ops;
-  int64_t num_items = pending_items(unit, segment, unit->items);
-
-  if (fills) {
-    num_items += unfilled_items(unit, segment, unit->items + num_items);
-  }
-  if (num_items == 0) return FSDP_OK;
-  return ops->pack(
-      ops->context, FSDP_LANE_COMPUTE, unit->grad_data[segment],
-      unit->segments[segment].options.reduce_dtype, unit->items, num_items,
-      unit->settings.has_reduce_hook ? 1.0 : unit->options.prescale, error);
 }
 
 void fsdp_unit_priv_release_pending(fsdp_unit *unit) {
@@ -126,16 +115,29 @@ void fsdp_unit_priv_release_pending(fsdp_unit *unit) {
   unit->num_unlike = 0;
 }
 
+/* One launch for the unit. */
 static fsdp_status pack(fsdp_unit *unit, bool fills, fsdp_error *error) {
+  const double scale =
+      unit->settings.has_reduce_hook ? 1.0 : unit->options.prescale;
   fsdp_status status = FSDP_OK;
+  bool is_whole = fills;
+  int64_t num_items = 0;
 
   FSDP_TRY(fsdp_unit_priv_open_grads(unit, error));
+  is_whole = is_whole || unit->is_whole;
   for (int64_t i = 0; i < unit->num_segments; i++) {
     if (!unit->segments[i].is_trainable) continue;
-    FSDP_TRY(pack_segment(unit, i, fills, error));
+    num_items += pending_items(unit, i, unit->items + num_items);
+    if (!fills) continue;
+    num_items += unfilled_items(unit, i, unit->items + num_items);
   }
-  unit->is_whole = unit->is_whole || fills;
-  if (unit->is_whole) FSDP_TRY(fsdp_unit_priv_pack_marks(unit, error));
+  if (is_whole) {
+    num_items += fsdp_unit_priv_mark_items(unit, unit->items + num_items);
+  }
+  FSDP_TRY(fsdp_unit_priv_pack_items(unit, FSDP_LANE_COMPUTE, num_items, scale,
+                                     error));
+  unit->is_whole = is_whole;
+  if (is_whole) FSDP_TRY(fsdp_unit_priv_spread_marks(unit, error));
 done:
   fsdp_unit_priv_release_pending(unit);
   return status;

@@ -164,7 +164,9 @@ struct fsdp_unit {
   int64_t num_pending;
   int64_t num_unlike; /* of them: not of the reduce dtype */
   int64_t pending_nbytes;
-  /* pack.c, unused.c: scratch, 2 * num_params + num_segments */
+  /* pack.c, unused.c, unshard.c, in_place.c, reduce_unit.c, reduce_parts.c,
+   * summoned.c: scratch, 3 * num_params + num_segments + 1. A pack of gradients
+   * has the most: for each parameter a gradient, a gap after it and a mark. */
   fsdp_pack_item *items;
 
   int64_t reduce_position; /* reduce.c: in the recorded order; -1: not there */

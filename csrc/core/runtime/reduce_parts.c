@@ -236,20 +236,24 @@ done:
 
 /* Adds the partial gradient to the sharded one. */
 static fsdp_status add_partial_to_grads(fsdp_unit *unit, fsdp_error *error) {
-  const fsdp_device_ops *ops = &unit->engine->ops;
   fsdp_status status = FSDP_OK;
+  int64_t num_items = 0;
 
   FSDP_TRY(fsdp_unit_priv_make_grad_shards(unit, error));
   for (int64_t i = 0; i < unit->num_segments; i++) {
     const fsdp_unit_segment *segment = &unit->segments[i];
     if (!segment->is_trainable) continue;
-    FSDP_TRY(ops->accumulate(
-        ops->context, FSDP_LANE_COMPUTE, segment->grad_shard,
-        segment->options.grad_dtype, unit->partial_data[i],
-        segment->options.reduce_dtype, segment->layout->shard_numel,
-        fsdp_unit_priv_mean_scale(unit), fsdp_unit_priv_adds_to_grads(unit),
-        error));
+    unit->items[num_items++] =
+        (fsdp_pack_item){.to = segment->grad_shard,
+                         .to_dtype = segment->options.grad_dtype,
+                         .from_dtype = segment->options.reduce_dtype,
+                         .from = unit->partial_data[i],
+                         .numel = segment->layout->shard_numel,
+                         .add = fsdp_unit_priv_adds_to_grads(unit)};
   }
+  FSDP_TRY(fsdp_unit_priv_accumulate_items(unit, FSDP_LANE_COMPUTE, num_items,
+                                           fsdp_unit_priv_mean_scale(unit),
+                                           error));
   if (unit->options.finds_unused) {
     FSDP_TRY(fsdp_unit_priv_read_marks(unit, FSDP_LANE_COMPUTE,
                                        unit->partial_data[unit->num_segments],

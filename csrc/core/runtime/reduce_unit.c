@@ -147,9 +147,8 @@ done:
 /* partial (+)= slot, or the other way round. */
 static fsdp_status add_partial(fsdp_unit *unit, fsdp_lane lane, bool to_slot,
                                fsdp_error *error) {
-  const fsdp_device_ops *ops = &unit->engine->ops;
   const bool has_partial = fsdp_unit_priv_has_grads(unit, FSDP_GRADS_PARTIAL);
-  fsdp_status status = FSDP_OK;
+  int64_t num_items = 0;
 
   for (int64_t i = 0; i < fsdp_unit_priv_num_reduced(unit); i++) {
     const fsdp_unit_segment *segment = &unit->segments[i];
@@ -157,39 +156,19 @@ static fsdp_status add_partial(fsdp_unit *unit, fsdp_lane lane, bool to_slot,
     if (unit->grad_data[i] == NULL) continue;
     void *slot = own_slot(unit, i);
     void *partial = unit->partial_data[i];
-    FSDP_TRY(ops->accumulate(ops->context, lane, to_slot ? slot : partial,
-                             dtype, to_slot ? partial : slot, dtype,
-                             segment->layout->shard_numel, 1.0,
-                             to_slot || has_partial, error));
+    unit->items[num_items++] =
+        (fsdp_pack_item){.to = to_slot ? slot : partial,
+                         .to_dtype = dtype,
+                         .from_dtype = dtype,
+                         .from = to_slot ? partial : slot,
+                         .numel = segment->layout->shard_numel,
+                         .add = to_slot || has_partial};
   }
-done:
-  return status;
+  return fsdp_unit_priv_accumulate_items(unit, lane, num_items, 1.0, error);
 }
 
 /* Sharded gradient ----------------------------------------------------------
  */
-
-/* The segment's sharded gradient on the device: itself, or a staging copy. */
-static fsdp_status bring_grad(fsdp_unit *unit, int64_t index, fsdp_lane lane,
-                              void **target, fsdp_error *error) {
-  fsdp_engine *engine = unit->engine;
-  const fsdp_device_ops *ops = &engine->ops;
-  const fsdp_unit_segment *segment = &unit->segments[index];
-  fsdp_status status = FSDP_OK;
-
-  *target = segment->grad_shard;
-  if (!unit->options.offloads) return FSDP_OK;
-  *target = unit->stage_data[index];
-  if (!fsdp_unit_priv_adds_to_grads(unit)) return FSDP_OK;
-  FSDP_TRY(ops->copy_to_device(
-      ops->context, FSDP_LANE_DOWNLOAD, *target, segment->grad_shard,
-      segment->layout->shard_numel * segment->options.grad_dtype.itemsize,
-      error));
-  FSDP_TRY(fsdp_engine_priv_wait_lane(engine, lane, FSDP_LANE_DOWNLOAD,
-                                      engine->download_done, error));
-done:
-  return status;
-}
 
 /* The event of `lane`. It can be recorded: its last record was waited for at
  * once. */
@@ -214,40 +193,76 @@ done:
   return status;
 }
 
+/* Copies the sharded gradient to its staging copy, or back. */
+static fsdp_status copy_grads(fsdp_unit *unit, bool to_stage,
+                              fsdp_error *error) {
+  const fsdp_device_ops *ops = &unit->engine->ops;
+  fsdp_status status = FSDP_OK;
+
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    const fsdp_unit_segment *segment = &unit->segments[i];
+    const int64_t nbytes =
+        segment->layout->shard_numel * segment->options.grad_dtype.itemsize;
+    void *stage = unit->stage_data[i];
+    if (unit->grad_data[i] == NULL) continue;
+    FSDP_TRY(to_stage
+                 ? ops->copy_to_device(ops->context, FSDP_LANE_DOWNLOAD, stage,
+                                       segment->grad_shard, nbytes, error)
+                 : ops->copy_to_host(ops->context, FSDP_LANE_DOWNLOAD,
+                                     segment->grad_shard, stage, nbytes,
+                                     error));
+  }
+done:
+  return status;
+}
+
+/* Brings the earlier sum to the staging copy: `lane` waits for it. */
+static fsdp_status bring_grads(fsdp_unit *unit, fsdp_lane lane,
+                               fsdp_error *error) {
+  fsdp_engine *engine = unit->engine;
+  fsdp_status status = FSDP_OK;
+  FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_DOWNLOAD, lane,
+                                      lane_event(engine, lane), error));
+  FSDP_TRY(copy_grads(unit, true, error));
+  FSDP_TRY(fsdp_engine_priv_wait_lane(engine, lane, FSDP_LANE_DOWNLOAD,
+                                      engine->download_done, error));
+done:
+  return status;
+}
+
 /* Adds the reduced pieces to the sharded gradient, scaled to the mean over all
  * ranks. last_use [out] the lane after which the gradient block is free. */
 static fsdp_status accumulate_segments(fsdp_unit *unit, fsdp_lane lane,
                                        fsdp_lane *last_use, fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
-  const fsdp_device_ops *ops = &engine->ops;
   const bool is_scaled = (unit->settings.custom & FSDP_CUSTOM_REDUCED) != 0;
   const double scale = is_scaled ? 1.0 : fsdp_unit_priv_mean_scale(unit);
+  const bool offloads = unit->options.offloads;
+  const bool adds = fsdp_unit_priv_adds_to_grads(unit);
   fsdp_status status = FSDP_OK;
+  int64_t num_items = 0;
 
-  if (unit->options.offloads &&
-      fsdp_unit_priv_has_grads(unit, FSDP_GRADS_SHARDED)) { /* it comes first */
-    FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_DOWNLOAD, lane,
-                                        lane_event(engine, lane), error));
-  }
+  if (offloads && adds) FSDP_TRY(bring_grads(unit, lane, error));
   for (int64_t i = 0; i < unit->num_segments; i++) {
     const fsdp_unit_segment *segment = &unit->segments[i];
-    const int64_t numel = segment->layout->shard_numel;
-    const fsdp_dtype dtype = segment->options.grad_dtype;
-    void *target = NULL;
     if (unit->grad_data[i] == NULL) continue;
-    FSDP_TRY(bring_grad(unit, i, lane, &target, error));
-    FSDP_TRY(ops->accumulate(ops->context, lane, target, dtype,
-                             own_slot(unit, i), segment->options.reduce_dtype,
-                             numel, scale, fsdp_unit_priv_adds_to_grads(unit),
-                             error));
-    if (!unit->options.offloads) continue;
+    unit->items[num_items++] = (fsdp_pack_item){
+        .to = offloads ? unit->stage_data[i] : segment->grad_shard,
+        .to_dtype = segment->options.grad_dtype,
+        .from_dtype = segment->options.reduce_dtype,
+        .from = own_slot(unit, i),
+        .numel = segment->layout->shard_numel,
+        .add = adds};
+  }
+  FSDP_TRY(
+      fsdp_unit_priv_accumulate_items(unit, lane, num_items, scale, error));
+  *last_use = lane;
+  if (offloads) {
+    *last_use = FSDP_LANE_DOWNLOAD;
     FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_DOWNLOAD, lane,
                                         lane_event(engine, lane), error));
-    FSDP_TRY(ops->copy_to_host(ops->context, FSDP_LANE_DOWNLOAD,
-                               segment->grad_shard, target,
-                               numel * dtype.itemsize, error));
+    FSDP_TRY(copy_grads(unit, false, error));
   }
-  *last_use = unit->options.offloads ? FSDP_LANE_DOWNLOAD : lane;
   fsdp_unit_priv_set_grads(unit, FSDP_GRADS_SHARDED, true);
 done:
   return status;

@@ -63,29 +63,34 @@ static bool sends_shard(const fsdp_unit *unit, bool is_grad) {
          (!is_grad || fsdp_unit_priv_has_grads(unit, FSDP_GRADS_SHARDED));
 }
 
-/* Copies this rank's shard into its slot; zeros for a gradient it lacks. */
-static fsdp_status fill_own_slot(fsdp_unit *unit, int64_t segment, bool is_grad,
-                                 fsdp_error *error) {
+/* Copies this rank's shards into their slots; zeros for gradients it lacks. */
+static fsdp_status fill_own_slots(fsdp_unit *unit, bool is_grad,
+                                  fsdp_error *error) {
   const fsdp_device_ops *ops = &unit->engine->ops;
-  const fsdp_dtype dtype = dtype_of(unit, segment, is_grad);
-  const int64_t numel = unit->segments[segment].layout->shard_numel;
-  const void *shard = shard_of(unit, segment, is_grad);
-  void *slot = own_slot(unit, segment, is_grad);
+  const bool is_zero =
+      is_grad && !fsdp_unit_priv_has_grads(unit, FSDP_GRADS_SHARDED);
   fsdp_status status = FSDP_OK;
+  int64_t num_items = 0;
 
-  if (numel == 0) return FSDP_OK;
-  if (is_grad && !fsdp_unit_priv_has_grads(unit, FSDP_GRADS_SHARDED)) {
-    const fsdp_pack_item zeros = {.data = NULL, .dtype = dtype, .numel = numel};
-    return ops->pack(ops->context, FSDP_LANE_COMPUTE, slot, dtype, &zeros, 1,
-                     1.0, error);
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    const fsdp_dtype dtype = dtype_of(unit, i, is_grad);
+    const int64_t numel = unit->segments[i].layout->shard_numel;
+    if (whole_of(unit, is_grad)->data[i] == NULL || numel == 0) continue;
+    if (!is_zero && unit->options.offloads) {
+      FSDP_TRY(ops->copy_to_device(
+          ops->context, FSDP_LANE_COMPUTE, own_slot(unit, i, is_grad),
+          shard_of(unit, i, is_grad), numel * dtype.itemsize, error));
+      continue;
+    }
+    unit->items[num_items++] =
+        (fsdp_pack_item){.to = own_slot(unit, i, is_grad),
+                         .to_dtype = dtype,
+                         .from_dtype = dtype,
+                         .from = is_zero ? NULL : shard_of(unit, i, is_grad),
+                         .numel = numel};
   }
-  if (unit->options.offloads) {
-    FSDP_TRY(ops->copy_to_device(ops->context, FSDP_LANE_COMPUTE, slot, shard,
-                                 numel * dtype.itemsize, error));
-  } else {
-    FSDP_TRY(ops->cast(ops->context, FSDP_LANE_COMPUTE, slot, dtype, shard,
-                       dtype, numel, error));
-  }
+  FSDP_TRY(fsdp_unit_priv_pack_items(unit, FSDP_LANE_COMPUTE, num_items, 1.0,
+                                     error));
 done:
   return status;
 }
@@ -138,9 +143,9 @@ fsdp_status fsdp_unit_priv_gather_whole(fsdp_unit *unit, bool is_grad,
     if (is_grad && fsdp_unit_priv_has_grads(unit, FSDP_GRADS_SHARDED)) {
       FSDP_TRY(fsdp_unit_priv_make_grad_shard(unit, i, false, error));
     }
-    if (!sends_shard(unit, is_grad)) {
-      FSDP_TRY(fill_own_slot(unit, i, is_grad, error));
-    }
+  }
+  if (!sends_shard(unit, is_grad)) {
+    FSDP_TRY(fill_own_slots(unit, is_grad, error));
   }
   /* The user may write the shards on the host as soon as this is over. */
   if (unit->options.offloads) FSDP_TRY(join_compute(unit, error));
@@ -242,49 +247,52 @@ done:
   return status;
 }
 
-/* Copies between memory of which each may be on the host. */
-static fsdp_status move_elements(fsdp_unit *unit, void *to, bool to_host,
-                                 const void *from, bool from_host,
-                                 int64_t numel, fsdp_dtype dtype,
-                                 fsdp_error *error) {
+/* Copies between memory of which one at least is on the host. */
+static fsdp_status move_bytes(fsdp_unit *unit, void *to, bool to_host,
+                              const void *from, bool from_host, int64_t nbytes,
+                              fsdp_error *error) {
   const fsdp_device_ops *ops = &unit->engine->ops;
-  const int64_t nbytes = numel * dtype.itemsize;
   if (to_host && from_host) {
     memcpy(to, from, (size_t)nbytes);
     return FSDP_OK;
   }
-  if (to_host) {
-    return ops->copy_to_host(ops->context, FSDP_LANE_COMPUTE, to, from, nbytes,
-                             error);
-  }
-  if (from_host) {
-    return ops->copy_to_device(ops->context, FSDP_LANE_COMPUTE, to, from,
-                               nbytes, error);
-  }
-  return ops->cast(ops->context, FSDP_LANE_COMPUTE, to, dtype, from, dtype,
-                   numel, error);
+  return to_host ? ops->copy_to_host(ops->context, FSDP_LANE_COMPUTE, to, from,
+                                     nbytes, error)
+                 : ops->copy_to_device(ops->context, FSDP_LANE_COMPUTE, to,
+                                       from, nbytes, error);
 }
 
 fsdp_status fsdp_unit_priv_keep_own_piece(fsdp_unit *unit, bool is_grad,
                                           fsdp_error *error) {
   const fsdp_summoned *whole = whole_of(unit, is_grad);
   const bool from_host = whole->host_block != NULL;
+  const bool to_host = unit->options.offloads;
   fsdp_status status = FSDP_OK;
+  int64_t num_items = 0;
 
   for (int64_t i = 0; i < unit->num_segments; i++) {
     const int64_t numel = unit->segments[i].layout->shard_numel;
+    const fsdp_dtype dtype = dtype_of(unit, i, is_grad);
     if (whole->data[i] == NULL || numel == 0) continue;
     if (is_grad) {
       FSDP_TRY(fsdp_unit_priv_make_grad_shard(unit, i, false, error));
     }
-    FSDP_TRY(move_elements(unit, shard_of(unit, i, is_grad),
-                           unit->options.offloads, own_slot(unit, i, is_grad),
-                           from_host, numel, dtype_of(unit, i, is_grad),
-                           error));
+    void *to = shard_of(unit, i, is_grad);
+    const void *from = own_slot(unit, i, is_grad);
+    if (to_host || from_host) {
+      FSDP_TRY(move_bytes(unit, to, to_host, from, from_host,
+                          numel * dtype.itemsize, error));
+      continue;
+    }
+    unit->items[num_items++] = (fsdp_pack_item){.to = to,
+                                                .to_dtype = dtype,
+                                                .from_dtype = dtype,
+                                                .from = from,
+                                                .numel = numel};
   }
-  if (from_host || unit->options.offloads) {
-    FSDP_TRY(join_compute(unit, error));
-  }
+  FSDP_TRY(fsdp_unit_priv_pack_items(unit, FSDP_LANE_COMPUTE, num_items, 1.0,
+                                     error));
+  if (from_host || to_host) FSDP_TRY(join_compute(unit, error));
   if (!is_grad) { /* a backward may come before the next iteration */
     FSDP_TRY(fsdp_engine_priv_wait_lane(unit->engine, FSDP_LANE_UNSHARD,
                                         FSDP_LANE_COMPUTE,

@@ -104,10 +104,9 @@ done:
  * slot of the block; a lone rank copies all that is not resident. */
 static fsdp_status cast_shards(fsdp_unit *unit, void *block,
                                fsdp_error *error) {
-  const fsdp_device_ops *ops = &unit->engine->ops;
   const bool is_alone = unit->options.shard_group.world_size == 1;
   const bool offloads = unit->options.offloads;
-  fsdp_status status = FSDP_OK;
+  int64_t num_items = 0;
 
   for (int64_t i = 0; i < unit->num_segments; i++) {
     const fsdp_unit_segment *segment = &unit->segments[i];
@@ -115,14 +114,17 @@ static fsdp_status cast_shards(fsdp_unit *unit, void *block,
     const fsdp_dtype from = segment->layout->dtype;
     if (segment->is_resident) continue;
     if ((!is_alone || offloads) && fsdp_dtype_equal(to, from)) continue;
-    const void *source = offloads
-                             ? at_nbytes(block, segment->param_stage_offset)
-                             : segment->shard;
-    FSDP_TRY(ops->cast(ops->context, FSDP_LANE_UNSHARD, slot_in(unit, i, false),
-                       to, source, from, segment->layout->shard_numel, error));
+    unit->items[num_items++] = (fsdp_pack_item){
+        .to = slot_in(unit, i, false),
+        .to_dtype = to,
+        .from_dtype = from,
+        .from = offloads ? at_nbytes(block, segment->param_stage_offset)
+                         : segment->shard,
+        .numel = segment->layout->shard_numel,
+    };
   }
-done:
-  return status;
+  return fsdp_unit_priv_pack_items(unit, FSDP_LANE_UNSHARD, num_items, 1.0,
+                                   error);
 }
 
 /* Brings the parts into their slots, instead of the shards, and gives their
@@ -131,7 +133,9 @@ static fsdp_status place_parts(fsdp_unit *unit, fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
   const fsdp_device_ops *ops = &engine->ops;
   const fsdp_view_ops *views = &engine->views;
+  const char *parts = fsdp_arena_data(engine->arena, unit->part_client);
   fsdp_status status = FSDP_OK;
+  int64_t num_items = 0;
 
   FSDP_TRY(
       ops->event_wait(ops->context, FSDP_LANE_UNSHARD, unit->unsharded, error));
@@ -139,12 +143,15 @@ static fsdp_status place_parts(fsdp_unit *unit, fsdp_error *error) {
     const fsdp_unit_segment *segment = &unit->segments[i];
     const fsdp_dtype dtype = param_dtype(unit, i);
     if (segment->is_resident) continue;
-    FSDP_TRY(ops->cast(
-        ops->context, FSDP_LANE_UNSHARD, slot_in(unit, i, true), dtype,
-        at_nbytes(fsdp_arena_data(engine->arena, unit->part_client),
-                  segment->part_offset),
-        dtype, segment->options.part_numel, error));
+    unit->items[num_items++] =
+        (fsdp_pack_item){.to = slot_in(unit, i, true),
+                         .to_dtype = dtype,
+                         .from_dtype = dtype,
+                         .from = parts + segment->part_offset,
+                         .numel = segment->options.part_numel};
   }
+  FSDP_TRY(fsdp_unit_priv_pack_items(unit, FSDP_LANE_UNSHARD, num_items, 1.0,
+                                     error));
   FSDP_TRY(views->show_params(views->context, unit->options.owner,
                               FSDP_VIEW_SHARDED, NULL, error));
   FSDP_TRY(fsdp_arena_give(engine->arena, unit->part_client, FSDP_LANE_UNSHARD,

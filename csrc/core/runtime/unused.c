@@ -57,17 +57,11 @@ static bool is_used(const fsdp_unit *unit, int64_t param) {
          !unit->segments[segment].is_trainable;
 }
 
-static fsdp_status pack_items(fsdp_unit *unit, int64_t num_items,
-                              fsdp_error *error) {
-  const fsdp_device_ops *ops = &unit->engine->ops;
-  return ops->pack(
-      ops->context, FSDP_LANE_COMPUTE, unit->grad_data[unit->num_segments],
-      marks_of(unit)->options.reduce_dtype, unit->items, num_items, 1.0, error);
-}
-
-/* Marks of the first slot; equal ones side by side are one item. */
-static fsdp_status pack_first_slot(fsdp_unit *unit, fsdp_error *error) {
+/* Items that write the marks of the first slot; equal ones side by side are
+ * one. */
+static int64_t first_slot_items(const fsdp_unit *unit, fsdp_pack_item *items) {
   const fsdp_segment *layout = marks_of(unit)->layout;
+  char *marks = unit->grad_data[unit->num_segments];
   int64_t num_items = 0;
   int64_t begin = 0;
 
@@ -76,34 +70,14 @@ static fsdp_status pack_first_slot(fsdp_unit *unit, fsdp_error *error) {
     if (end < layout->shard_numel && (unit->was_used[end] != 0) == is_one) {
       continue;
     }
-    unit->items[num_items++] = (fsdp_pack_item){.dtype = layout->dtype,
-                                                .offset = begin,
-                                                .numel = end - begin,
-                                                .is_one = is_one};
+    items[num_items++] =
+        (fsdp_pack_item){.to = marks + begin * layout->dtype.itemsize,
+                         .to_dtype = layout->dtype,
+                         .numel = end - begin,
+                         .is_one = is_one};
     begin = end;
   }
-  return pack_items(unit, num_items, error);
-}
-
-/* All slots are as the first one: each copy doubles how many are, so launches
- * hardly grow with the ranks. */
-static fsdp_status pack_all_slots(fsdp_unit *unit, fsdp_error *error) {
-  const fsdp_segment *layout = marks_of(unit)->layout;
-  fsdp_status status = pack_first_slot(unit, error);
-  int64_t done = layout->shard_numel;
-
-  while (status == FSDP_OK && done < layout->padded_numel) {
-    const int64_t rest = layout->padded_numel - done;
-    const int64_t numel = done < rest ? done : rest;
-    unit->items[0] =
-        (fsdp_pack_item){.data = unit->grad_data[unit->num_segments],
-                         .dtype = layout->dtype,
-                         .offset = done,
-                         .numel = numel};
-    status = pack_items(unit, 1, error);
-    done += numel;
-  }
-  return status;
+  return num_items;
 }
 
 /* Notes of which parameters this rank has a gradient. */
@@ -119,14 +93,41 @@ static void note_used(fsdp_unit *unit) {
   }
 }
 
-fsdp_status fsdp_unit_priv_pack_marks(fsdp_unit *unit, fsdp_error *error) {
-  if (!unit->options.finds_unused) return FSDP_OK;
+int64_t fsdp_unit_priv_mark_items(fsdp_unit *unit, fsdp_pack_item *items) {
+  if (!unit->options.finds_unused) return 0;
   const fsdp_segment *layout = marks_of(unit)->layout;
   note_used(unit);
-  if (unit->has_missed) return pack_all_slots(unit, error);
-  unit->items[0] = (fsdp_pack_item){
-      .dtype = layout->dtype, .numel = layout->padded_numel, .is_one = true};
-  return pack_items(unit, 1, error);
+  if (unit->has_missed) return first_slot_items(unit, items);
+  items[0] = (fsdp_pack_item){.to = unit->grad_data[unit->num_segments],
+                              .to_dtype = layout->dtype,
+                              .numel = layout->padded_numel,
+                              .is_one = true};
+  return 1;
+}
+
+/* Each copy doubles how many slots are there, so launches hardly grow with the
+ * ranks. */
+fsdp_status fsdp_unit_priv_spread_marks(fsdp_unit *unit, fsdp_error *error) {
+  if (!unit->options.finds_unused || !unit->has_missed) return FSDP_OK;
+  const fsdp_segment *layout = marks_of(unit)->layout;
+  char *marks = unit->grad_data[unit->num_segments];
+  fsdp_status status = FSDP_OK;
+  int64_t there = layout->shard_numel;
+
+  while (there < layout->padded_numel) {
+    const int64_t rest = layout->padded_numel - there;
+    const int64_t numel = there < rest ? there : rest;
+    unit->items[0] =
+        (fsdp_pack_item){.to = marks + there * layout->dtype.itemsize,
+                         .to_dtype = layout->dtype,
+                         .from_dtype = layout->dtype,
+                         .from = marks,
+                         .numel = numel};
+    FSDP_TRY(fsdp_unit_priv_pack_items(unit, FSDP_LANE_COMPUTE, 1, 1.0, error));
+    there += numel;
+  }
+done:
+  return status;
 }
 
 int64_t fsdp_unit_priv_list_marks(fsdp_unit *unit, int64_t offset,

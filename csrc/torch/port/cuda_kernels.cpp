@@ -107,15 +107,14 @@ const char *why_no_cuda_kernels(c10::Device device) {
   return library(device).reason.c_str();
 }
 
-bool pack_on_cuda(c10::Device device, void *destination, fsdp_dtype dtype,
-                  const fsdp_pack_item *items, int64_t num_items,
-                  double scale) {
+bool pack_on_cuda(c10::Device device, const fsdp_pack_item *items,
+                  int64_t num_items, double scale) {
   const fsdp_cuda_kernels *kernels = cuda_kernels(device);
   if (kernels == nullptr) return false;
   const c10::DeviceGuard guard(device);
   fsdp_error error;
-  const fsdp_status status = kernels->pack(destination, dtype, items, num_items,
-                                           scale, stream_of(device), &error);
+  const fsdp_status status =
+      kernels->pack(items, num_items, scale, stream_of(device), &error);
   if (status == FSDP_INVALID_ARGUMENT) return false;  // integers: ATen's
   throw_unless_ok(status, error);
   return true;

@@ -21,8 +21,8 @@ const char *why_no_cuda_kernels(c10::Device device);
 
 // fsdp_host_pack on the current stream of `device`, in one launch. False, with
 // nothing done, when there is no kernel for it.
-bool pack_on_cuda(c10::Device device, void *destination, fsdp_dtype dtype,
-                  const fsdp_pack_item *items, int64_t num_items, double scale);
+bool pack_on_cuda(c10::Device device, const fsdp_pack_item *items,
+                  int64_t num_items, double scale);
 
 // The norm of dense CUDA tensors together, fp64 on their device, without
 // waiting for it. An undefined tensor when there is no kernel for it.

@@ -259,57 +259,25 @@ fsdp_status copy_to_host(void *context, fsdp_lane lane, void *host,
 
 // The item by the kernels of csrc/host, over torch's threads if it is large.
 // False, with nothing done, when they do not know the dtypes.
-bool pack_on_host(void *destination, fsdp_dtype dtype,
-                  const fsdp_pack_item &item, double scale) {
+bool pack_on_host(const fsdp_pack_item &item, double scale) {
   if (item.numel <= kGrainNumel) {
-    return fsdp_host_pack(destination, dtype, &item, 1, scale, nullptr) ==
-           FSDP_OK;
+    return fsdp_host_pack(&item, 1, scale, nullptr) == FSDP_OK;
   }
   fsdp_pack_item nothing = item;
   nothing.numel = 0;
-  if (fsdp_host_pack(destination, dtype, &nothing, 1, scale, nullptr) !=
-      FSDP_OK) {
-    return false;
-  }
+  if (fsdp_host_pack(&nothing, 1, scale, nullptr) != FSDP_OK) return false;
   at::parallel_for(0, item.numel, kGrainNumel, [&](int64_t begin, int64_t end) {
     fsdp_pack_item part = item;
-    part.offset += begin;
+    part.to = static_cast<char *>(item.to) + begin * item.to_dtype.itemsize;
     part.numel = end - begin;
-    if (item.data != nullptr) {
-      part.data =
-          static_cast<const char *>(item.data) + begin * item.dtype.itemsize;
+    if (item.from != nullptr) {
+      part.from = static_cast<const char *>(item.from) +
+                  begin * item.from_dtype.itemsize;
     }
     fsdp_error error;
-    if (fsdp_host_pack(destination, dtype, &part, 1, scale, &error) !=
-        FSDP_OK) {
-      throw_error(error);
-    }
+    if (fsdp_host_pack(&part, 1, scale, &error) != FSDP_OK) throw_error(error);
   });
   return true;
-}
-
-fsdp_status cast(void *context, fsdp_lane lane, void *destination,
-                 fsdp_dtype destination_dtype, const void *source,
-                 fsdp_dtype source_dtype, int64_t numel, fsdp_error *error) {
-  GUARDED(error) {
-    Provider &provider = provider_of(context);
-    if (numel == 0 || destination == source) return FSDP_OK;
-    const fsdp_pack_item item = {source, source_dtype, 0, numel, false, false};
-    if (!provider.has_streams() &&
-        pack_on_host(destination, destination_dtype, item, 1.0)) {
-      return FSDP_OK;
-    }
-    provider.on_lane(lane, [&] {
-      if (pack_on_cuda(provider.device(), destination, destination_dtype, &item,
-                       1, 1.0)) {
-        return;
-      }
-      provider.view(destination, numel, destination_dtype)
-          .copy_(provider.view(const_cast<void *>(source), numel, source_dtype),
-                 /*non_blocking=*/true);
-    });
-    return FSDP_OK;
-  };
 }
 
 // destination = scale * source (+ destination), for any dtypes and device.
@@ -328,55 +296,52 @@ void scale_tensor(const at::Tensor &destination, const at::Tensor &source,
   }
 }
 
-void pack_item(const Provider &provider, void *destination, fsdp_dtype dtype,
-               const fsdp_pack_item &item, double scale) {
-  if (provider.has_streams()
-          ? pack_on_cuda(provider.device(), destination, dtype, &item, 1, scale)
-          : pack_on_host(destination, dtype, item, scale)) {
+void pack_item(const Provider &provider, const fsdp_pack_item &item,
+               double scale) {
+  if (provider.has_streams() ? pack_on_cuda(provider.device(), &item, 1, scale)
+                             : pack_on_host(item, scale)) {
     return;
   }
-  char *target =
-      static_cast<char *>(destination) + item.offset * dtype.itemsize;
-  const at::Tensor view = provider.view(target, item.numel, dtype);
-  if (item.data == nullptr) {
+  const at::Tensor view = provider.view(item.to, item.numel, item.to_dtype);
+  if (item.from == nullptr) {
     view.fill_(item.is_one ? 1 : 0);
     return;
   }
   scale_tensor(
       view,
-      provider.view(const_cast<void *>(item.data), item.numel, item.dtype),
+      provider.view(const_cast<void *>(item.from), item.numel, item.from_dtype),
       scale, item.add);
 }
 
-fsdp_status pack(void *context, fsdp_lane lane, void *destination,
-                 fsdp_dtype destination_dtype, const fsdp_pack_item *items,
+void pack_items(const Provider &provider, const fsdp_pack_item *items,
+                int64_t num_items, double scale) {
+  if (provider.has_streams() &&
+      pack_on_cuda(provider.device(), items, num_items, scale)) {
+    return;
+  }
+  for (int64_t i = 0; i < num_items; i++) pack_item(provider, items[i], scale);
+}
+
+fsdp_status pack(void *context, fsdp_lane lane, const fsdp_pack_item *items,
                  int64_t num_items, double scale, fsdp_error *error) {
   GUARDED(error) {
     const Provider &provider = provider_of(context);
-    provider.on_lane(lane, [&] {
-      if (pack_on_cuda(provider.device(), destination, destination_dtype, items,
-                       num_items, scale)) {
-        return;
-      }
-      for (int64_t i = 0; i < num_items; i++) {
-        pack_item(provider, destination, destination_dtype, items[i], scale);
-      }
-    });
+    provider.on_lane(lane,
+                     [&] { pack_items(provider, items, num_items, scale); });
     return FSDP_OK;
   };
 }
 
-fsdp_status accumulate(void *context, fsdp_lane lane, void *destination,
-                       fsdp_dtype destination_dtype, const void *source,
-                       fsdp_dtype source_dtype, int64_t numel, double scale,
-                       bool add, fsdp_error *error) {
+fsdp_status accumulate(void *context, fsdp_lane lane,
+                       const fsdp_pack_item *items, int64_t num_items,
+                       double scale, fsdp_error *error) {
   GUARDED(error) {
     Provider &provider = provider_of(context);
-    const fsdp_pack_item item = {source, source_dtype, 0, numel, add, false};
-    provider.add_step(
-        lane, [&provider, destination, destination_dtype, item, scale] {
-          pack_item(provider, destination, destination_dtype, item, scale);
-        });
+    provider.add_step(lane, [&provider, scale,
+                             own = std::vector<fsdp_pack_item>(
+                                 items, items + num_items)] {
+      pack_items(provider, own.data(), static_cast<int64_t>(own.size()), scale);
+    });
     return FSDP_OK;
   };
 }
@@ -402,7 +367,6 @@ fsdp_device_ops Provider::ops() {
   table.host_free = host_free;
   table.copy_to_device = copy_to_device;
   table.copy_to_host = copy_to_host;
-  table.cast = cast;
   table.pack = pack;
   table.accumulate = accumulate;
   add_lane_ops(&table);
