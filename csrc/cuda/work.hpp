@@ -125,26 +125,33 @@ FSDP_HD void move(Element *to, const Element *from) {
   }
 }
 
-// The units of a tile that one thread has: first all loads, so that they are
-// in flight together, then the rest. `body(values, first, numel)` gets each.
+// The units of a tile that one thread has: first loads, so that they are in
+// flight together, then the rest; all at once, unless that is more than 128
+// bytes. `body(values, first)` gets each.
 template <int Code, int Numel, typename Body>
 FSDP_HD void for_units(const element<Code> *from, const Cut &cut,
                        int64_t first_unit, int thread, const Body &body) {
   struct alignas(16) Unit {
     element<Code> values[Numel];
   };
-  Unit units[kUnitsPerThread];
+  constexpr int kAtOnce = kUnitsPerThread * sizeof(Unit) <= 128
+                              ? kUnitsPerThread
+                              : 128 / sizeof(Unit);
   FSDP_UNROLL
-  for (int k = 0; k < kUnitsPerThread; k++) {
-    const int64_t unit = first_unit + k * kThreads + thread;
-    if (unit >= cut.num_units || from == nullptr) continue;
-    move<Numel>(units[k].values, from + cut.head + unit * Numel);
-  }
-  FSDP_UNROLL
-  for (int k = 0; k < kUnitsPerThread; k++) {
-    const int64_t unit = first_unit + k * kThreads + thread;
-    if (unit >= cut.num_units) continue;
-    body(units[k].values, cut.head + unit * Numel);
+  for (int begin = 0; begin < kUnitsPerThread; begin += kAtOnce) {
+    Unit units[kAtOnce];
+    FSDP_UNROLL
+    for (int k = 0; k < kAtOnce; k++) {
+      const int64_t unit = first_unit + (begin + k) * kThreads + thread;
+      if (unit >= cut.num_units || from == nullptr) continue;
+      move<Numel>(units[k].values, from + cut.head + unit * Numel);
+    }
+    FSDP_UNROLL
+    for (int k = 0; k < kAtOnce; k++) {
+      const int64_t unit = first_unit + (begin + k) * kThreads + thread;
+      if (unit >= cut.num_units) continue;
+      body(units[k].values, cut.head + unit * Numel);
+    }
   }
 }
 
