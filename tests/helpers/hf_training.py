@@ -123,7 +123,7 @@ def reference(name: str, **changes: Any) -> Record:
         assert args.world_size == 1
         record = train(name, args)
         weights = record.trainer.model.state_dict()
-    record.weights = {n: w.detach().clone() for n, w in weights.items()}
+    record.weights = {n: w.detach().cpu().clone() for n, w in weights.items()}
     record.trainer = None
     return record
 
