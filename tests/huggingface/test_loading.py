@@ -51,7 +51,7 @@ def _train(
         torch.distributed.barrier()
         model = model_class.from_pretrained(folder)
         difference = max(
-            (a - b).abs().max()
+            (a.cpu() - b).abs().max()
             for a, b in zip(
                 model.parameters(), build("llama").parameters(), strict=True
             )
