@@ -83,11 +83,10 @@ class Library:
     ) -> Body:
         """Return a call that packs ``sources`` into ``target``."""
         numels = [source.numel() for source in sources]
-        items = kernels.items_of(sources, numels, adds=[add] * len(sources))
+        targets = target[: sum(numels)].split(numels)
+        items = kernels.items_of(targets, sources, [add] * len(sources))
         call = functools.partial(
-            self.table.pack,
-            *(target.data_ptr(), kernels.dtype_of(target), items, len(items)),
-            *(scale, self.stream, None),
+            self.table.pack, *(items, len(items), scale, self.stream, None)
         )
         return functools.partial(_checked, call, [sources, target, items])
 
