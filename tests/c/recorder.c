@@ -311,6 +311,12 @@ void recorder_name_host_memory(recorder *self, const void *data, int64_t nbytes,
   self->memories[self->num_memories - 1].is_host = true;
 }
 
+void recorder_unname_memory(recorder *self, const void *data) {
+  for (int64_t i = 0; i < self->num_memories; i++) {
+    if (self->memories[i].data == data) self->memories[i].data = NULL;
+  }
+}
+
 void recorder_name_owner(recorder *self, const void *owner, const char *name) {
   named *item = add_named(&self->owners, owner);
   snprintf(item->name, sizeof item->name, "%s", name);

@@ -84,6 +84,8 @@ void recorder_name_memory(recorder *self, const void *data, int64_t nbytes,
 /* The same for memory on the host: only the copies may touch it. */
 void recorder_name_host_memory(recorder *self, const void *data, int64_t nbytes,
                                const char *name);
+/* It goes: its address may come again, of another kind. */
+void recorder_unname_memory(recorder *self, const void *data);
 void recorder_name_owner(recorder *self, const void *owner, const char *name);
 
 /* Operation number `index` from now (0 = the next) of those that can fail

@@ -27,6 +27,7 @@ static void *move_shard(int64_t index, int64_t segment) {
   CHECK(fsdp_unit_shard(unit->unit, segment) == moved);
   model_touch_shard(&m, unit->shards[segment], unit->shard_nbytes[segment],
                     true);
+  recorder_unname_memory(m.device, unit->shards[segment]);
   free(unit->shards[segment]);
   unit->shards[segment] = moved;
   recorder_set_params_copied(m.device, true);
