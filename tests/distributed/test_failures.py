@@ -334,7 +334,7 @@ def test_the_store_goes_with_the_rank(
     for report in trial.survivors(action, victim=0, store="tcp").values():
         assert state in report.message
         assert store in report.message
-        assert OPERATION.search(_headline(report))
+        assert WAITED_IN.search(_headline(report))
 
 
 _IN_FORWARD = (
