@@ -51,6 +51,8 @@ DEFAULT_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 120.0
 # How long ranks may go on after one has failed, before their stacks are shown.
 GRACE_S = 2.0
+# How long their stacks may take to be written, on loaded cores.
+STACKS_S = 5.0
 _STDERR_TAIL_CHARS = 4000
 # What the workers' parent imports for all of them.
 _PRELOADED = ("torch._dynamo", "helpers.worker", "helpers.state_dicts")
@@ -243,7 +245,7 @@ class Pool:
         for worker in late:
             os.kill(worker.process.pid or 0, signal.SIGUSR1)
         if late:
-            time.sleep(0.3)
+            _await_stacks(late)
         return outcomes, late
 
     def _describe(
@@ -277,6 +279,14 @@ class Pool:
             worker.connection.close()
         self._workers.clear()
         self._directory.cleanup()
+
+
+def _await_stacks(workers: Sequence[_Worker]) -> None:
+    """Wait until all have written their stacks, or for a while; see faulthandler."""
+    deadline = time.monotonic() + STACKS_S
+    while time.monotonic() < deadline and not all(w.stacks() for w in workers):
+        time.sleep(0.05)
+    time.sleep(0.3)  # a stack is written line by line
 
 
 def _outcome_of_exit(worker: _Worker) -> Outcome:
