@@ -51,8 +51,8 @@ DEFAULT_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 120.0
 # How long ranks may go on after one has failed, before their stacks are shown.
 GRACE_S = 2.0
-# How long their stacks may take to be written, on loaded cores.
-STACKS_S = 5.0
+# How long ranks may take to write their stacks, on loaded cores. They end by it.
+STACKS_S = 20.0
 _STDERR_TAIL_CHARS = 4000
 # What the workers' parent imports for all of them.
 _PRELOADED = ("torch._dynamo", "helpers.worker", "helpers.state_dicts")
@@ -282,11 +282,10 @@ class Pool:
 
 
 def _await_stacks(workers: Sequence[_Worker]) -> None:
-    """Wait until all have written their stacks, or for a while; see faulthandler."""
+    """Wait until all have ended by the signal: their stacks are complete then."""
     deadline = time.monotonic() + STACKS_S
-    while time.monotonic() < deadline and not all(w.stacks() for w in workers):
-        time.sleep(0.05)
-    time.sleep(0.3)  # a stack is written line by line
+    for worker in workers:
+        worker.process.join(max(0.0, deadline - time.monotonic()))
 
 
 def _outcome_of_exit(worker: _Worker) -> Outcome:

@@ -230,7 +230,8 @@ def main(config: WorkerConfig, connection: Connection) -> None:
     faulthandler.enable()
     torch.set_num_threads(1)
     with config.stacks.open("w") as stacks:
-        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        # Chained to the signal's default: who has written its stacks ends.
+        faulthandler.register(signal.SIGUSR1, stacks, all_threads=True, chain=True)
         backend = set_up_device(config.device, config.rank, config.world_size)
         dist.init_process_group(
             backend,
