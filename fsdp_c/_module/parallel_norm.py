@@ -39,7 +39,7 @@ def clip_parallel(
         if grad is None or part.part_numel == 0:
             continue
         holders[local_of(grad) if isinstance(grad, DTensor) else grad] = None
-        own = local_of(grad) if isinstance(grad, DTensor) else part.part_in(grad)
+        own = local_of(grad) if isinstance(grad, DTensor) else part.home.part_in(grad)
         norm = torch.linalg.vector_norm(own, norm_type, dtype=dtype)
         if math.isinf(norm_type):
             terms[groups] = torch.maximum(terms[groups], norm)

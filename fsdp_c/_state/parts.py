@@ -1,7 +1,7 @@
 """Parts: which elements of each parameter this rank holds, and which the others."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, cast
 
@@ -63,79 +63,49 @@ class Spread:
         return self._made["rows"]
 
 
-@dataclass(frozen=True, eq=False)  # one object for each parameter
-class ParamPart:
-    """A parameter of the model, and the part of it that this rank holds."""
+@dataclass(frozen=True, eq=False)
+class Home:
+    """Elements [begin, end) of a flattened parameter, and where this rank has them.
 
-    fqn: str  # its first name in the unwrapped model
-    names: tuple[str, ...]  # all there; several for a shared parameter
-    shape: torch.Size  # unsharded
+    Here they are alone, or in ``param`` from ``offset`` on. Checkpoints have others:
+    see fsdp_c/checkpoint/_row_parts.py.
+    """
+
     param: nn.Parameter  # what the optimizer steps: it, or the flat parameter
-    # This rank's elements [begin, end) of the flattened parameter; empty for none.
     begin: int
-    end: int
-    offset: int  # of the first of them in `param`, flattened
-    module: ShardedModule | None  # whose unit shards it; None outside of all units
-    # Over whose group it is exchanged; None in a model of fully_shard(): torch does.
-    over: ShardedModule
-    index: int  # in that unit; 0 outside
-    spread: Spread  # of the unit's parameters over ranks, by index
-    # Of a tensor parallel parameter, whose local tensor all of this is about.
-    cut: Cut | None = field(default=None, kw_only=True)
+    end: int  # `begin`, if this rank has none
+    offset: int
+    shard_group: ProcessGroup | None  # over which it is sharded; None: all is here
+    state_shape: torch.Size  # of what an optimizer has for the elements
 
-    # Whether parts are rows of DTensors, which have state even on a rank without rows.
-    is_rows: ClassVar[bool] = False
-
-    @property
-    def numel(self) -> int:
-        return self.shape.numel()
-
-    @property
-    def part_numel(self) -> int:
-        return self.end - self.begin
+    communicates: ClassVar[bool] = False  # to return and to put values
 
     @cached_property
     def is_flat(self) -> bool:
-        """Whether the optimizer steps a flat parameter that contains it."""
+        """Whether the optimizer steps a flat parameter that contains them."""
         return is_flat_param(self.param)
 
-    @property
-    def is_in_unit(self) -> bool:
-        return self.module is not None or self.is_rows
-
-    @property
-    def shard_group(self) -> ProcessGroup | None:
-        """The group over which it is sharded; None if each rank has the whole."""
-        if self.module is None:
-            return None
-        return self.module._sharded.groups.shard_group
-
-    @cached_property
-    def local_shape(self) -> torch.Size:
-        """Shape of this rank's part as a tensor: 1-D, unless it is the whole."""
-        if self.shard_group is None:
-            return self.shape
-        return torch.Size([self.part_numel])
-
-    @cached_property
-    def owners(self) -> list[int]:
-        """Ranks of ``shard_group`` that hold elements of it."""
-        placement = self.spread.sharded(self.index)
-        ranks = range(self.over.world_size)
-        return [rank for rank in ranks if placement.numel(self.index, rank) > 0]
-
     def values(self) -> Tensor:
-        """Return this rank's part, 1-D, without gradient; a view where it can be."""
-        values = self.param.detach()
-        if self.shard_group is not None and not self.is_flat:
-            flat = values.reshape(-1)
-            is_summoned = flat.numel() != self.part_numel
-            return flat[self.begin : self.end] if is_summoned else flat
+        """Return the elements, 1-D, without gradient; a view where it can be."""
+        return self.part_in(self.param.detach())
+
+    def part_in(self, values: Tensor) -> Tensor:
+        """Return those of ``values`` that are of the elements, as :meth:`values`.
+
+        ``values`` has one for each element of ``param``, in its shape.
+        """
+        numel = self.end - self.begin
+        if values.dim() == 1 and values.numel() == numel:
+            return values
+        return values.reshape(-1).narrow(0, self.offset, numel)
+
+    def part_of_local(self, values: Tensor) -> Tensor:
+        """Return :meth:`part_in` of the tensor of which this rank has ``values``."""
         return self.part_in(values)
 
     def as_state(self, values: Tensor) -> Tensor:
-        """Return an optimizer's state for this rank's part, of its 1-D values."""
-        return values.reshape(self.local_shape)
+        """Return an optimizer's state for the elements, of its 1-D values."""
+        return values.reshape(self.state_shape)
 
     @property
     def memory(self) -> Tensor | None:
@@ -151,9 +121,57 @@ class ParamPart:
         return None
 
     def put(self, values: Tensor) -> None:
-        """Copy 1-D values of this rank's part into place."""
+        """Copy 1-D values of the elements into place."""
         with torch.no_grad():
             self.param.copy_(values.reshape(self.param.shape))
+
+
+@dataclass(frozen=True, eq=False)  # one object for each parameter
+class ParamPart:
+    """A parameter of the model, and the part of it that this rank holds."""
+
+    fqn: str  # its first name in the unwrapped model
+    names: tuple[str, ...]  # all there; several for a shared parameter
+    shape: torch.Size  # unsharded
+    home: Home  # of this rank's elements
+    module: ShardedModule | None  # whose unit shards it; None outside of all units
+    # Over whose group it is exchanged; None in a model of fully_shard(): torch does.
+    over: ShardedModule
+    index: int  # in that unit; 0 outside
+    spread: Spread  # of the unit's parameters over ranks, by index
+    # Of a tensor parallel parameter, whose local tensor all of this is about.
+    cut: Cut | None = None
+
+    @property
+    def param(self) -> nn.Parameter:
+        return self.home.param
+
+    @property
+    def begin(self) -> int:
+        return self.home.begin
+
+    @property
+    def end(self) -> int:
+        return self.home.end
+
+    @property
+    def shard_group(self) -> ProcessGroup | None:
+        return self.home.shard_group
+
+    @property
+    def part_numel(self) -> int:
+        return self.end - self.begin
+
+    @property
+    def is_flat(self) -> bool:
+        return self.home.is_flat
+
+    @cached_property
+    def owners(self) -> list[int]:
+        """Ranks of ``shard_group`` that hold elements of it."""
+        placement = self.spread.sharded(self.index)
+        ranks = range(self.over.world_size)
+        return [rank for rank in ranks if placement.numel(self.index, rank) > 0]
 
     def write(self, whole: Tensor) -> None:
         """Copy this rank's part of ``whole`` into place."""
@@ -161,20 +179,8 @@ class ParamPart:
             if not self.is_flat and self.param.shape == whole.shape:
                 self.param.copy_(whole)
             elif self.part_numel > 0:
-                self.values().copy_(whole.reshape(-1)[self.begin : self.end])
-
-    def part_of_local(self, values: Tensor) -> Tensor:
-        """Return :meth:`part_in` of what this rank has of ``values``."""
-        return self.part_in(values)
-
-    def part_in(self, values: Tensor) -> Tensor:
-        """Return this rank's part of ``values``, 1-D, a view if it can be.
-
-        ``values`` has one element for each of ``param``, in its shape.
-        """
-        if values.dim() == 1 and values.numel() == self.part_numel:
-            return values
-        return values.reshape(-1).narrow(0, self.offset, self.part_numel)
+                values = whole.reshape(-1)[self.begin : self.end]
+                self.home.values().copy_(values)
 
 
 def find_parts(model: nn.Module) -> dict[str, ParamPart]:
@@ -216,20 +222,17 @@ def whole_part(
     param: nn.Parameter, names: Sequence[str], outermost: ShardedModule | None
 ) -> ParamPart:
     """Return the part of a parameter that is in no unit: all of it."""
+    shape = param.shape
+    num_ranks = 1 if outermost is None else outermost.world_size
     return ParamPart(
         fqn=names[0],
         names=tuple(names),
-        shape=param.shape,
-        param=param,
-        begin=0,
-        end=param.numel(),
-        offset=0,
+        shape=shape,
+        home=Home(param, 0, shape.numel(), 0, None, shape),
         module=None,
         over=cast("ShardedModule", outermost),
         index=0,
-        spread=Spread(
-            [param.shape], None, 1 if outermost is None else outermost.world_size
-        ),
+        spread=Spread([shape], None, num_ranks),
     )
 
 
@@ -249,23 +252,26 @@ def unit_parts(
     if as_shown and unit.is_summoned:
         flat_params = []
     slots = unit.slots
-    is_sharded = module._sharded.groups.shard_group is not None
+    group = module._sharded.groups.shard_group
     shapes = [its_uses[0].shape for its_uses in uses.values()]
-    spread = Spread(shapes, unit.layout if is_sharded else None, module.world_size)
+    layout = None if group is None else unit.layout
+    spread = Spread(shapes, layout, module.world_size)
     parts = []
     for index, its_uses in uses.items():
         names = tuple(prefix + use.fqn for use in its_uses)
         begin, end, offset, _ = unit.intersect(index, module.shard_rank)
-        original = its_uses[0].param
+        param = original = its_uses[0].param
+        if flat_params:
+            param = flat_params[slots[index][0]]
+        else:
+            offset = begin  # where forward, or a summon, shows the whole
+        state_shape = shapes[index] if group is None else torch.Size([end - begin])
         parts.append(
             ParamPart(
                 fqn=names[0],
                 names=names,
                 shape=shapes[index],
-                param=flat_params[slots[index][0]] if flat_params else original,
-                begin=begin,
-                end=end,
-                offset=offset if flat_params else 0,
+                home=Home(param, begin, end, offset, group, state_shape),
                 module=module,
                 over=module,
                 index=index,

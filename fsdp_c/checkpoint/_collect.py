@@ -20,12 +20,12 @@ from fsdp_c.checkpoint._contents import (
 from fsdp_c.checkpoint._dtypes import dtype_name
 from fsdp_c.checkpoint._files import FileItem
 from fsdp_c.checkpoint._manifest import Manifest, OptimSpec, StateSpec, UnitSpec
-from fsdp_c.checkpoint._parallel_parts import ParallelPart, with_rows
+from fsdp_c.checkpoint._parallel_parts import with_rows
 from fsdp_c.checkpoint._plain import encode
 from fsdp_c.checkpoint._random_states import random_states
 from fsdp_c.checkpoint._rank_entry import model_key, state_key
 from fsdp_c.checkpoint._ranks import Ranks
-from fsdp_c.checkpoint._row_parts import RowPart, parts_in
+from fsdp_c.checkpoint._row_parts import Rows, parts_in
 from fsdp_c.checkpoint._special import make_record
 
 
@@ -102,16 +102,16 @@ def collect(
     collected = Collected(units=units)
     mine = _saved_here(contents, units, ranks)
     for name, place in contents.places.items():
-        joins = isinstance(place, (RowPart, ParallelPart)) and place.communicates
-        if name not in mine and not joins:
+        home = place.home
+        if name not in mine and not home.communicates:
             continue
-        if place.opaque is not None:
-            collected.put_special(model_key(name), f"parameter {name!r}", place.opaque)
+        if home.opaque is not None:
+            collected.put_special(model_key(name), f"parameter {name!r}", home.opaque)
             continue
-        part = place.values()
+        part = home.values()
         if name not in mine:
             continue
-        if not place.is_in_unit:
+        if place.module is None and not isinstance(home, Rows):
             part = part.reshape(place.shape)
         collected.items.append(FileItem(model_key(name), place.begin, part))
     if ranks.rank == 0:
@@ -141,12 +141,8 @@ def collect(
 
 def _is_mixed(contents: Contents, state: ParamState) -> bool:
     """Whether what is saved of a parameter is not what the optimizer's state is of."""
-    place = contents.places[state.part.fqn]
-    return (
-        place.is_flat
-        or isinstance(place, ParallelPart)
-        or (isinstance(place, RowPart) and place.communicates)
-    )
+    home = contents.places[state.part.fqn].home
+    return home.is_flat or home.communicates
 
 
 def _saved_here(

@@ -17,7 +17,7 @@ from fsdp_c.checkpoint._holders import make_layout
 from fsdp_c.checkpoint._manifest import ParamSpec, SegmentSpec, UnitSpec, WholeSpec
 from fsdp_c.checkpoint._parallel_parts import with_parallel_parts
 from fsdp_c.checkpoint._ranks import Ranks
-from fsdp_c.checkpoint._row_parts import RowPart, parts_in
+from fsdp_c.checkpoint._row_parts import Rows, parts_in
 
 _EXTRA_STATE = "_extra_state"
 
@@ -58,7 +58,7 @@ class Contents:
                 is_param=True,
             )
             for place in self.places.values()
-            if not place.is_in_unit
+            if place.module is None and not isinstance(place.home, Rows)
         ]
         buffers = [
             WholeSpec(
@@ -81,10 +81,8 @@ class Contents:
         places: dict[ShardedModule, list[ParamPart]] = {}
         rows: dict[Group | ShardedModule, list[ParamPart]] = {}
         for place in self.places.values():
-            if isinstance(place, RowPart):
-                rows.setdefault(place.group, []).append(place)
-            elif place.module is not None and place.is_rows:
-                rows.setdefault(place.module, []).append(place)
+            if isinstance(place.home, Rows):
+                rows.setdefault(place.home.owner, []).append(place)
             elif place.module is not None:
                 places.setdefault(place.module, []).append(place)
         units = []

@@ -19,7 +19,7 @@ from fsdp_c.checkpoint._memory import is_direct
 from fsdp_c.checkpoint._parallel_parts import held_of_rows, rows_to_read
 from fsdp_c.checkpoint._plain import decode, tensor_keys
 from fsdp_c.checkpoint._plan import Plain, Target, find_plain, plan_target
-from fsdp_c.checkpoint._row_parts import parts_in
+from fsdp_c.checkpoint._row_parts import Rows, parts_in
 from fsdp_c.checkpoint._source import Source
 from fsdp_c.checkpoint._special import SpecialState
 
@@ -112,7 +112,7 @@ class OptimLoad:
     ) -> None:
         current = self._current[fqn]
         place = current.part
-        if place.part_numel == 0 and not place.is_rows:
+        if place.part_numel == 0 and not isinstance(place.home, Rows):
             # Nothing of it is here; what the optimizer made for no element may stay.
             self._states[fqn] = current
             return
@@ -172,7 +172,7 @@ class OptimLoad:
         if whole is None:
             whole = torch.zeros(param.shape, dtype=dtype, device=param.device)
             self._flat_states[param, key, dtype] = whole
-        return place.part_in(whole)
+        return place.home.part_in(whole)
 
     # Decode -----------------------------------------------------------------
 

@@ -23,21 +23,21 @@ class ModelTargets:
         ]
 
     def _of_place(self, place: ParamPart) -> Target:
-        memory = place.memory
-        opaque = place.opaque
+        home = place.home
+        memory, opaque = home.memory, home.opaque
         special = None
         if opaque is not None:
             special = SpecialParam(opaque)
             part = torch.empty(0, dtype=place.param.dtype)
             self._finish.append(special.finish)
         elif memory is not None:
-            part = place.values()
+            part = home.values()
             self._finish.append(lambda: was_written(memory))
         else:
             part = torch.empty(
                 place.part_numel, dtype=place.param.dtype, device=place.param.device
             )
-            self._finish.append(lambda: place.put(part))
+            self._finish.append(lambda: home.put(part))
         return Target(
             f"parameter {place.fqn!r}",
             place.names,

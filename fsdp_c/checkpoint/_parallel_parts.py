@@ -5,8 +5,7 @@ parameters, as those of fully_shard(): see Note [Rows in files].
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from functools import cached_property
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -19,30 +18,26 @@ from fsdp_c._state.optim.agreement import packed_value, unpacked_value
 from fsdp_c._state.optim.states import ParamState
 from fsdp_c._state.parts import ParamPart
 from fsdp_c._state.sharded_tensors import rows_of
+from fsdp_c._units.base import ShardedModule
 from fsdp_c._units.cuts import as_dtensor, row_placements
 from fsdp_c.checkpoint._ranks import Ranks
-from fsdp_c.checkpoint._row_parts import parts_in
+from fsdp_c.checkpoint._row_parts import Rows, parts_in
 
 
 @dataclass(frozen=True, eq=False)
-class ParallelPart(ParamPart):
-    """A parameter of such a unit, and the rows that this rank writes and reads.
+class ParallelRows(Rows):
+    """Rows of a parameter of such a unit.
 
     Attributes:
         held: What this rank has of it in its unit.
     """
 
-    held: ParamPart = field(kw_only=True)
+    owner: ShardedModule
+    held: ParamPart
 
-    @cached_property
-    def is_flat(self) -> bool:
-        """Whether the rows are a part of a flat parameter: no."""
-        return False
-
-    is_rows: ClassVar[bool] = True
     communicates: ClassVar[bool] = True
 
-    def rows_of_held(self, values: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def of_held(self, values: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return the rows, 1-D, of values of all ranks' elements. Collective.
 
         ``values`` are None where a rank holds none.
@@ -50,30 +45,27 @@ class ParallelPart(ParamPart):
         form = Form(offload_to_cpu=False)
         saving = (form, (self.held, "", values, dtype))
         ((_, _, whole),) = save_tensors([saving], "a checkpoint's tensors")
-        if isinstance(whole, DTensor):
-            whole = whole.full_tensor()
-        rows: Tensor = whole.reshape(-1)[self.begin : self.end]
-        return rows
+        return self.of_whole(
+            whole.full_tensor() if isinstance(whole, DTensor) else whole
+        )
 
-    def held_of_rows(self, rows: Tensor) -> Tensor:
-        """Return the opposite of :meth:`rows_of_held`. Collective."""
-        whole = rows
-        mesh = self.over.dtensor_mesh
+    def to_held(self, rows: Tensor) -> Tensor:
+        """Return the opposite of :meth:`of_held`. Collective."""
+        whole, shape, held = rows, self.state_shape, self.held
         if self.shard_group is not None:
-            assert mesh is not None
-            local = rows.reshape(-1, *self.shape[1:]) if self.numel else rows
-            shape = self.shape if self.numel else rows.shape
-            placed = as_dtensor(local, shape or local.shape, mesh, row_placements(mesh))
-            whole = placed.full_tensor()
-        whole = whole.reshape(self.shape)
-        if self.cut is not None:
-            assert self.cut.parallel is not None
-            whole = part_of(whole, *self.cut.parallel)
-        return whole.reshape(-1)[self.held.begin : self.held.end]
+            mesh = self.owner.dtensor_mesh
+            if shape.numel():
+                rows = rows.reshape(-1, *shape[1:])
+            seen = shape or torch.Size([1]) if shape.numel() else rows.shape
+            whole = as_dtensor(rows, seen, mesh, row_placements(mesh)).full_tensor()
+        whole = whole.reshape(shape)
+        if held.cut is not None:
+            assert held.cut.parallel is not None
+            whole = part_of(whole, *held.cut.parallel)
+        return whole.reshape(-1)[held.begin : held.end]
 
     def values(self) -> Tensor:
-        """Return the rows, 1-D, without gradient."""
-        return self.rows_of_held(self.held.values(), self.param.dtype)
+        return self.of_held(self.held.home.values(), self.param.dtype)
 
     @property
     def memory(self) -> Tensor | None:
@@ -81,45 +73,45 @@ class ParallelPart(ParamPart):
         return None
 
     def put(self, values: Tensor) -> None:
-        """Copy 1-D values of the rows into place."""
-        held = self.held_of_rows(values)
-        memory = self.held.memory
-        if memory is None:
-            self.held.put(held)
+        held, home = self.to_held(values), self.held.home
+        if home.memory is None:
+            home.put(held)
             return
         with torch.no_grad():
-            self.held.values().copy_(held)
-        torch.autograd.graph.increment_version(memory)
+            home.values().copy_(held)
+        torch.autograd.graph.increment_version(home.memory)
 
 
 def with_parallel_parts(parts: Mapping[str, ParamPart]) -> dict[str, ParamPart]:
     """Return the parts; those of units with tensor parallel parameters as rows."""
     modules = {part.module for part in parts.values() if part.cut is not None}
     return {
-        name: _parallel_part(part) if part.module in modules else part
+        name: _parallel_part(part, part.module)
+        if part.module in modules and part.module is not None
+        else part
         for name, part in parts.items()
     }
 
 
-def _parallel_part(part: ParamPart) -> ParallelPart:
+def _parallel_part(part: ParamPart, module: ShardedModule) -> ParamPart:
     shape = part.shape if part.cut is None else part.cut.shape
-    group = part.shard_group
+    group, row_numel = part.shard_group, shape[1:].numel()
     size, rank = (1, 0) if group is None else (group.size(), group.rank())
-    begin, end = rows_of(shape[0] if shape else 1, size, rank)
-    row_numel = shape[1:].numel()
-    facts = {each.name: getattr(part, each.name) for each in fields(part)} | {
-        "shape": shape,
-        "begin": begin * row_numel,
-        "end": end * row_numel,
-        "held": part,
-    }
-    return ParallelPart(**facts)
+    begin, end = (
+        row * row_numel for row in rows_of(shape[0] if shape else 1, size, rank)
+    )
+    rows = ParallelRows(part.param, begin, end, 0, group, shape, module, part)
+    return replace(part, shape=shape, home=rows)
 
 
 # Optimizer states ----------------------------------------------------------------
 
 # Of one parameter: dtypes of what has one value per element, and the rest.
 _Kinds = tuple[dict[str, torch.dtype], dict[str, Any]]
+
+
+def _rows_of(part: ParamPart) -> ParallelRows | None:
+    return part.home if isinstance(part.home, ParallelRows) else None
 
 
 def with_rows(
@@ -129,10 +121,10 @@ def with_rows(
 
     Collective if there are any: a rank that holds no element of one has no state.
     """
-    found = {name: place for name, place in places.items() if name in states}
-    parallel = {n: p for n, p in found.items() if isinstance(p, ParallelPart)}
+    homes = {name: _rows_of(places[name]) for name in states if name in places}
+    parallel = {name: home for name, home in homes.items() if home is not None}
     result = dict(states)
-    if not any(isinstance(place, ParallelPart) for place in places.values()):
+    if not any(_rows_of(place) for place in places.values()):
         return result
     mine: dict[str, _Kinds] = {
         name: (
@@ -143,7 +135,7 @@ def with_rows(
         if states[name].has_state
     }
     theirs = ranks.all_gather(mine)
-    for name, place in parallel.items():
+    for name, home in parallel.items():
         kinds = [each[name] for each in theirs if name in each]
         dtypes = {key: dtype for each, _ in kinds for key, dtype in each.items()}
         plain = {
@@ -151,11 +143,8 @@ def with_rows(
         }
         held = states[name].sharded
         result[name] = ParamState(
-            place,
-            {
-                key: place.rows_of_held(held.get(key), dtypes[key])
-                for key in sorted(dtypes)
-            },
+            places[name],
+            {key: home.of_held(held.get(key), dtypes[key]) for key in sorted(dtypes)},
             {**{k: unpacked_value(v) for k, v in plain.items()}, **states[name].plain},
             has_state=bool(kinds),
         )
@@ -168,9 +157,7 @@ def rows_to_read(
     """Return the states with rows for those parameters, which are not there yet."""
     places = with_parallel_parts(parts_in(model))
     return {
-        name: ParamState(place)
-        if isinstance(place := places[name], ParallelPart)
-        else state
+        name: ParamState(places[name]) if _rows_of(places[name]) else state
         for name, state in states.items()
     }
 
@@ -184,14 +171,14 @@ def held_of_rows(
     """
     result = dict(states)
     for name, state in states.items():
-        place = state.part
-        if not isinstance(place, ParallelPart):
+        home = _rows_of(state.part)
+        if home is None:
             continue
-        part = place.held
+        part = home.held
         sharded = {
             key: value.new_empty(part.part_numel)
             if value.is_meta
-            else place.held_of_rows(value)
+            else home.to_held(value)
             for key, value in sorted(state.sharded.items())
         }
         result[name] = ParamState(part, sharded, state.plain, state.has_state)

@@ -8,125 +8,100 @@ Loading goes the other way. That communicates, and for a moment each rank has th
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp_c._fully_shard.group import Group, groups_in
-from fsdp_c._fully_shard.meshes import DataMesh
 from fsdp_c._fully_shard.rows import part_of
-from fsdp_c._state.parts import ParamPart, Spread, find_parts, whole_part
+from fsdp_c._state.parts import Home, ParamPart, find_parts, whole_part
 from fsdp_c._state.sharded_tensors import rows_of
-from fsdp_c._units.base import sharded_modules
+from fsdp_c._units.base import ShardedModule, sharded_modules
 from fsdp_c._units.cuts import Cut, as_dtensor, has_values, local_of, with_memory
 from fsdp_c._units.names import clean_name
 
 
 @dataclass(frozen=True, eq=False)
-class RowPart(ParamPart):
-    """A parameter of a group, and the rows that this rank holds.
+class Rows(Home):
+    """Rows of a parameter; the unit may have other elements of it on this rank.
 
-    Attributes:
-        group: The group; ``index`` counts in it.
+    An optimizer has state for them even on a rank without rows.
     """
 
-    group: Group = field(kw_only=True)
+    owner: Group | ShardedModule  # of the unit
 
-    is_rows: ClassVar[bool] = True
+    is_flat: ClassVar[bool] = False
 
-    @property
-    def shard_group(self) -> ProcessGroup | None:
-        """The group over which it is sharded; it may have one rank, or be None."""
-        return self._data.shard_group
+    def of_whole(self, whole: Tensor) -> Tensor:
+        """Return the rows of a whole tensor, 1-D."""
+        return whole.reshape(-1)[self.begin : self.end]
 
-    @property
-    def _data(self) -> DataMesh:
-        return self.group.arguments.data
 
-    @cached_property
-    def local_shape(self) -> torch.Size:
-        """Shape of what the optimizer steps: a DTensor, so of the whole."""
-        return self.shape
+@dataclass(frozen=True, eq=False)
+class GroupRows(Rows):
+    """Rows of a DTensor of a group."""
 
-    @property
-    def _cut(self) -> Cut:
-        return self.group.params.cuts[self.index]
+    owner: Group
+    cut: Cut
 
     @cached_property
-    def _is_rows(self) -> bool:
-        """Whether the local tensor is the part; see Note [Rows in files]."""
-        parallel = self._cut.parallel
-        return self._cut.dim == 0 and (
-            parallel is None or all(each.is_replicate() for each in parallel[1])
+    def communicates(self) -> bool:  # type: ignore[override]
+        """Whether the local tensor is not the rows; see Note [Rows in files]."""
+        parallel = self.cut.parallel
+        return self.cut.dim != 0 or (
+            parallel is not None and not all(p.is_replicate() for p in parallel[1])
         )
 
-    @property
-    def communicates(self) -> bool:
-        """Whether :meth:`values` is a collective: the part is not what is here."""
-        return not self._is_rows
-
-    @cached_property
-    def _own_rows(self) -> tuple[int, int]:
-        return rows_of(self.shape[0], self._data.num_shards, self._data.shard_rank)
-
     def part_in(self, values: Tensor) -> Tensor:
-        """Return this rank's part of a DTensor, 1-D, a view if it can be."""
+        """Return this rank's rows of a DTensor, 1-D, a view if it can be."""
         local = with_memory(local_of(values))
-        if self._is_rows:
+        if not self.communicates:
             return local.reshape(-1)
-        data, cut = self._data, self._cut
+        data, cut = self.owner.arguments.data, self.cut
         placements = data.placements(cut.dim)
         whole = as_dtensor(local, cut.local_shape, data.mesh, placements)
         tensor = whole.full_tensor()
         if cut.parallel is not None:
             tensor = as_dtensor(tensor, cut.shape, *cut.parallel).full_tensor()
-        begin, end = self._own_rows
-        return tensor[begin:end].reshape(-1)
+        return self.of_whole(tensor)
 
     def part_of_local(self, values: Tensor) -> Tensor:
-        """Return :meth:`part_in` of the DTensor of which this rank has ``values``."""
-        cut = self._cut
-        return self.part_in(as_dtensor(values, self.shape, cut.mesh, cut.placements))
+        return self.part_in(self._as_dtensor(values))
 
-    def values(self) -> Tensor:
-        """Return this rank's part, 1-D, without gradient; a view where it can be."""
-        return self.part_in(self.param.detach())
+    def _as_dtensor(self, local: Tensor) -> DTensor:
+        cut = self.cut
+        return as_dtensor(local, self.state_shape, cut.mesh, cut.placements)
 
     def as_state(self, values: Tensor) -> Tensor:
-        """Return an optimizer's state for this rank's part: a DTensor."""
+        shape, data = self.state_shape, self.owner.arguments.data
         if values.is_meta:  # only tried, see OptimLoad
-            return values.new_empty(self.shape)
-        cut = self._cut
-        begin, end = self._own_rows
-        local = values.reshape(end - begin, *self.shape[1:])
-        if not self._is_rows:
-            data = self._data
-            rows = as_dtensor(local, self.shape, data.mesh, data.placements(0))
-            local = part_of(rows.full_tensor(), cut.mesh, cut.placements)
-        return as_dtensor(local, self.shape, cut.mesh, cut.placements)
+            return values.new_empty(shape)
+        begin, end = rows_of(shape[0], data.num_shards, data.shard_rank)
+        local = values.reshape(end - begin, *shape[1:])
+        if self.communicates:
+            rows = as_dtensor(local, shape, data.mesh, data.placements(0))
+            local = part_of(rows.full_tensor(), self.cut.mesh, self.cut.placements)
+        return self._as_dtensor(local)
 
     @property
     def memory(self) -> Tensor | None:
         """The local tensor, if it is rows and has memory."""
         local = local_of(self.param)
-        if not self._is_rows or is_traceable_wrapper_subclass(local):
+        if self.communicates or is_traceable_wrapper_subclass(local):
             return None
         return local if local.is_contiguous() else None
 
     @property
     def opaque(self) -> Tensor | None:
-        """The local tensor, if its class has no values; see has_values()."""
         local = local_of(self.param)
         return None if has_values(local) else local
 
     def put(self, values: Tensor) -> None:
-        """Copy 1-D values of this rank's part into place."""
         with torch.no_grad():
             local_of(self.param).copy_(local_of(self.as_state(values)))
 
@@ -178,19 +153,10 @@ def _row_parts(model: nn.Module, groups: Mapping[Group, str]) -> dict[str, Param
 
 
 def _row_part(group: Group, index: int, names: list[str]) -> ParamPart:
-    param = group.params.current()[index]
-    shape = param.shape
-    data = group.arguments.data
+    param, data = group.params.current()[index], group.arguments.data
+    shape, row_numel = param.shape, param.shape[1:].numel()
     begin, end = rows_of(shape[0], data.num_shards, data.shard_rank)
-    row_numel = shape[1:].numel()
-    whole = whole_part(param, names, None)
-    return RowPart(
-        **{
-            **vars(whole),
-            "begin": begin * row_numel,
-            "end": end * row_numel,
-            "index": index,
-            "spread": Spread([shape], None, data.num_shards),
-            "group": group,
-        }
-    )
+    first, last = begin * row_numel, end * row_numel
+    cut = group.params.cuts[index]
+    home = GroupRows(param, first, last, 0, data.shard_group, shape, group, cut)
+    return replace(whole_part(param, names, None), home=home, index=index)

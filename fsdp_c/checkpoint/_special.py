@@ -197,7 +197,7 @@ class SpecialState:
         """Plan the reads of one; ``make`` returns memory for values."""
         key = state_key(spec.name, name)
         saved = find_saved(source, target.what, spec, key, target)
-        needs_values = part.is_flat or getattr(part, "communicates", False)
+        needs_values = part.is_flat or part.home.communicates
         if not needs_values and all(each.record is not None for each in saved):
             values = torch.empty(1, dtype=dtype_named(dtype), device=part.param.device)
             return SpecialState(name, part, values.expand(part.part_numel), saved)

@@ -158,7 +158,7 @@ def _find_problems(
     names = [name for name in local_names(module) if f"{prefix}{name}" in state_dict]
     if kind is StateDictType.LOCAL_STATE_DICT:
         are_slices = all(
-            isinstance(value, Tensor) and value.shape == part.values().shape
+            isinstance(value, Tensor) and value.shape == part.home.values().shape
             for _, part, value in given
         )
         if not names and not are_slices:
@@ -312,7 +312,7 @@ def _load_slices(
         return names
     missing_keys += [f"{prefix}{name}" for name in parts if name not in slices]
     for name, value in slices.items():
-        parts[name].values().copy_(value)
+        parts[name].home.values().copy_(value)
     return []
 
 
@@ -323,7 +323,7 @@ def _write(module: ShardedModule, values: dict[str, Any], parts: _Parts) -> None
         if not is_sharded(value):
             parts[name].write(_as_tensor(value))
     for name, value in _exchanged(module, values, parts, are_whole=False).items():
-        own = parts[name].values()
+        own = parts[name].home.values()
         if own.data_ptr() != value.data_ptr():
             own.copy_(value)
 
@@ -381,9 +381,9 @@ def _into_place(items: list[ExchangeItem]) -> list[ExchangeItem]:
     places = set()  # shared parameters have several values
     placed = []
     for item in items:
-        own = item.part.values()
+        own = item.part.home.values()
         is_place = (
-            item.part.memory is not None
+            item.part.home.memory is not None
             and own.device == CPU
             and own.dtype == item.move.dtype
             and own.untyped_storage().data_ptr() not in storages

@@ -36,7 +36,7 @@ def _segments_of(module: ShardedModule) -> Iterator[_Segment]:
     parts = unit_parts(module, as_shown=True)
     for index, (dtype, _, _, _, shard_numel, _) in enumerate(unit.segments):
         own = [part for part in parts if slots[part.index][0] == index]
-        numel = max(slots[part.index][1] + part.numel for part in own)
+        numel = max(slots[part.index][1] + part.shape.numel() for part in own)
         ends = [min(rank * shard_numel, numel) for rank in range(module.world_size + 1)]
         yield _Segment(
             flat_param_name(index),
@@ -63,7 +63,7 @@ def local_state(
         device = "cpu" if offload_to_cpu else module._sharded.unit.shards[0].device
         local = torch.zeros(end - begin, dtype=segment.dtype, device=device)
         for part, offset in segment.parts:
-            local[offset : offset + part.part_numel].copy_(part.values())
+            local[offset : offset + part.part_numel].copy_(part.home.values())
         state[segment.name] = sharded_tensor_of(
             module,
             local,
@@ -120,4 +120,4 @@ def load_local(module: ShardedModule, values: Mapping[str, ShardedTensor]) -> No
         local = None if value is None else local_part(value)
         for part, offset in segment.parts if local is not None else ():
             assert local is not None
-            part.values().copy_(local[offset : offset + part.part_numel])
+            part.home.values().copy_(local[offset : offset + part.part_numel])

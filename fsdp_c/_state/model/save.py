@@ -197,7 +197,7 @@ def _exchanged(
     for module in modules:
         form = _form_of(module, kinds[module])
         for part in unit_parts(module):
-            own = part.values()
+            own = part.home.values()
             if part.shard_group is None:  # the whole, whose device the result has
                 own = own.to(module.compute_device)
             tensors.append((form, (part, "", own, own.dtype)))

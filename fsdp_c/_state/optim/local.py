@@ -80,7 +80,7 @@ def _parts(
 ) -> dict[str, list[int]]:
     """Return ``[begin, end, numel]`` of this rank's part of each parameter."""
     return {
-        name: [state.part.begin, state.part.end, state.part.numel]
+        name: [state.part.begin, state.part.end, state.part.shape.numel()]
         for name, state in collect(model, optim, state_dict=state_dict).states.items()
     }
 

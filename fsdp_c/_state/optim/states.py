@@ -99,7 +99,7 @@ def collect(
                     )
                 state.special[name] = special
             elif fits:
-                state.sharded[name] = part.part_in(value.detach())
+                state.sharded[name] = part.home.part_in(value.detach())
             else:
                 state.plain[name] = value
     _move_scalars(states.values())
@@ -127,7 +127,7 @@ def give_values(
                 what = describe_state(optim, name, repr(fqn))
                 known[id(special)] = values_of(what, special)
             values = known[id(special)]
-            state.sharded[name] = state.part.part_of_local(values)
+            state.sharded[name] = state.part.home.part_of_local(values)
 
 
 def _fits(value: Any, part: ParamPart) -> bool:
@@ -136,7 +136,7 @@ def _fits(value: Any, part: ParamPart) -> bool:
         return False
     if part.is_flat:
         return value.numel() == part.param.numel()
-    return value.shape == part.local_shape
+    return value.shape == part.home.state_shape
 
 
 def _move_scalars(states: Collection[ParamState]) -> None:
@@ -154,7 +154,7 @@ def _move_scalars(states: Collection[ParamState]) -> None:
             continue
         for name, value in list(state.plain.items()):
             if name not in plain and isinstance(value, Tensor) and value.dim() == 0:
-                state.sharded[name] = part.part_in(state.plain.pop(name).detach())
+                state.sharded[name] = part.home.part_in(state.plain.pop(name).detach())
 
 
 # Into the optimizer's own form ----------------------------------------------
@@ -178,7 +178,7 @@ def assemble(keys: ParamKeys, states: Mapping[str, ParamState]) -> dict[Key, Any
         else:
             state = present[0]
             result[key] = {
-                **{n: parts[0].as_state(v) for n, v in state.sharded.items()},
+                **{n: parts[0].home.as_state(v) for n, v in state.sharded.items()},
                 **state.plain,
             }
     return result
@@ -205,7 +205,7 @@ def _flat_state(
             whole = present[0].new_zeros(param.shape)
             for part, value in zip(parts, values, strict=True):
                 if value is not None:
-                    part.part_in(whole).copy_(value)
+                    part.home.part_in(whole).copy_(value)
         result[name] = whole
     for name in dict.fromkeys(n for state in states for n in state.plain):
         plain = [state.plain.get(name, _MISSING) for state in states]
@@ -230,12 +230,12 @@ def _whole_of_parts(
             continue
         if whole is None:
             storage = value.untyped_storage()
-            begin = value.storage_offset() - part.offset
+            begin = value.storage_offset() - part.home.offset
             end = begin + param.numel()
             if begin < 0 or end * value.element_size() > storage.nbytes():
                 return None
             whole = value.new_empty(0).set_(storage, begin, param.shape, (1,))
-        if part.part_in(whole).data_ptr() != value.data_ptr():
+        if part.home.part_in(whole).data_ptr() != value.data_ptr():
             return None
     return whole
 
