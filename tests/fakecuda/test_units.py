@@ -97,8 +97,10 @@ def test_calls_of_a_unit(api: str, offloads: bool) -> None:
             torch.cuda.synchronize()
             calls = [count(name) for name in counted]
             found.append([a - b for a, b in zip(calls, before, strict=True)])
-            # Casts for forward and for backward, a pack, an accumulate.
-            assert found[-1][0] == 4 * num_units, (num_linears, step, found)
+            # Casts for forward and for backward, a pack; an accumulate, if there is
+            # something to add to.
+            num_launches = 3 + step % 2
+            assert found[-1][0] == num_launches * num_units, (num_linears, step, found)
     assert found[2:5] == found[7:10], found
 
 

@@ -6,6 +6,9 @@
  *   the last of them accumulate into the sharded gradient, scaled to the mean
  *   lane DOWNLOAD    the same through the device, if the unit offloads
  *
+ * Where there is nothing to add and nothing else to do, the reduce_scatter
+ * writes the mean into the sharded gradient itself, if the transport can.
+ *
  * With FSDP_SYNC_SHARD it ends after the first line: the slot is added to the
  * partial gradient, which the next FSDP_SYNC_REDUCE takes in. A communication
  * hook stands for all collectives and the scaling. Note [Gradients in parts] is
@@ -20,6 +23,36 @@ static void *own_slot(const fsdp_unit *unit, int64_t index) {
   return fsdp_priv_slot(unit->grad_data[index], unit->options.shard_group.rank,
                         segment->layout->shard_numel,
                         segment->options.reduce_dtype);
+}
+
+/* Where the device has segment `index`'s sharded gradient, or writes it.
+ * is_mean: it is what the reduce_scatter left. */
+static void *grad_target(const fsdp_unit *unit, int64_t index, bool is_mean) {
+  if (!unit->options.offloads) return unit->segments[index].grad_shard;
+  return is_mean ? own_slot(unit, index) : unit->stage_data[index];
+}
+
+/* Whether the reduce_scatter's piece can be the sharded gradient. */
+static bool can_reduce_to_mean(const fsdp_unit *unit) {
+  const fsdp_group *group = &unit->options.shard_group;
+  if (fsdp_engine_priv_is_host(unit->engine) || group->world_size < 2 ||
+      group->transport->ops->reduce_scatter_mean == NULL ||
+      unit->options.replica_group.world_size > 1 ||
+      unit->settings.has_reduce_hook || unit->settings.custom != 0 ||
+      unit->settings.sync != FSDP_SYNC_REDUCE ||
+      fsdp_unit_priv_has_grads(unit, FSDP_GRADS_PARTIAL) ||
+      fsdp_unit_priv_adds_to_grads(unit) ||
+      fsdp_unit_priv_mean_scale(unit) != 1.0 / (double)group->world_size) {
+    return false;
+  }
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    const fsdp_segment_options *options = &unit->segments[i].options;
+    if (unit->grad_data[i] != NULL &&
+        !fsdp_dtype_equal(options->reduce_dtype, options->grad_dtype)) {
+      return false;
+    }
+  }
+  return true;
 }
 
 /* Hands over segment `index`'s gradient and this rank's piece of it. */
@@ -40,7 +73,28 @@ static fsdp_status run_custom(fsdp_unit *unit, fsdp_lane lane, fsdp_custom kind,
                            &unit->options.shard_group, scale, error);
 }
 
-static fsdp_status reduce_scatter_segments(fsdp_unit *unit, fsdp_error *error) {
+/* The piece of segment `index`, of its mean or its sum; of marks the sum. */
+static fsdp_status reduce_scatter(fsdp_unit *unit, int64_t index, bool to_mean,
+                                  fsdp_priv_launch *launch, int64_t *nbytes,
+                                  fsdp_error *error) {
+  const fsdp_group *group = &unit->options.shard_group;
+  const fsdp_transport_ops *ops = group->transport->ops;
+  int64_t numel = unit->segments[index].layout->shard_numel;
+  const fsdp_dtype dtype =
+      fsdp_dtype_of_sum(unit->segments[index].options.reduce_dtype, &numel);
+  *nbytes += numel * group->world_size * dtype.itemsize;
+  if (to_mean && index < unit->num_segments) {
+    return ops->reduce_scatter_mean(
+        group->transport, &launch->call, grad_target(unit, index, true),
+        unit->grad_data[index], numel, dtype, &launch->ticket, error);
+  }
+  return ops->reduce_scatter(group->transport, &launch->call,
+                             unit->grad_data[index], numel, dtype,
+                             &launch->ticket, error);
+}
+
+static fsdp_status reduce_scatter_segments(fsdp_unit *unit, bool to_mean,
+                                           fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
   const fsdp_group *group = &unit->options.shard_group;
   fsdp_priv_launch launch;
@@ -60,20 +114,16 @@ static fsdp_status reduce_scatter_segments(fsdp_unit *unit, fsdp_error *error) {
   const int64_t num_segments = fsdp_unit_priv_num_reduced(unit);
   for (int64_t i = 0; status == FSDP_OK && i < num_segments; i++) {
     const fsdp_unit_segment *segment = &unit->segments[i];
-    int64_t shard_numel = segment->layout->shard_numel;
-    if (unit->grad_data[i] == NULL || shard_numel == 0) continue;
+    if (unit->grad_data[i] == NULL || segment->layout->shard_numel == 0) {
+      continue;
+    }
     if ((unit->settings.custom & FSDP_CUSTOM_REDUCE_SCATTER) != 0) {
       status = add_custom(unit, i, error);
       continue;
     }
-    const fsdp_dtype dtype =
-        fsdp_dtype_of_sum(segment->options.reduce_dtype, &shard_numel);
     launch.call.scratch =
         scratch == NULL ? NULL : (char *)scratch + segment->scratch_offset;
-    status = group->transport->ops->reduce_scatter(
-        group->transport, &launch.call, unit->grad_data[i], shard_numel, dtype,
-        &launch.ticket, error);
-    nbytes += shard_numel * group->world_size * dtype.itemsize;
+    status = reduce_scatter(unit, i, to_mean, &launch, &nbytes, error);
   }
   FSDP_TRY(fsdp_engine_priv_close_launch(engine, &launch, status, error));
   if ((unit->settings.custom & FSDP_CUSTOM_REDUCE_SCATTER) != 0) {
@@ -193,8 +243,8 @@ done:
   return status;
 }
 
-/* Copies the sharded gradient to its staging copy, or back. */
-static fsdp_status copy_grads(fsdp_unit *unit, bool to_stage,
+/* Copies the sharded gradient to the device, or back. */
+static fsdp_status copy_grads(fsdp_unit *unit, bool to_device, bool is_mean,
                               fsdp_error *error) {
   const fsdp_device_ops *ops = &unit->engine->ops;
   fsdp_status status = FSDP_OK;
@@ -203,9 +253,9 @@ static fsdp_status copy_grads(fsdp_unit *unit, bool to_stage,
     const fsdp_unit_segment *segment = &unit->segments[i];
     const int64_t nbytes =
         segment->layout->shard_numel * segment->options.grad_dtype.itemsize;
-    void *stage = unit->stage_data[i];
     if (unit->grad_data[i] == NULL) continue;
-    FSDP_TRY(to_stage
+    void *stage = grad_target(unit, i, is_mean);
+    FSDP_TRY(to_device
                  ? ops->copy_to_device(ops->context, FSDP_LANE_DOWNLOAD, stage,
                                        segment->grad_shard, nbytes, error)
                  : ops->copy_to_host(ops->context, FSDP_LANE_DOWNLOAD,
@@ -216,14 +266,14 @@ done:
   return status;
 }
 
-/* Brings the earlier sum to the staging copy: `lane` waits for it. */
+/* Brings the earlier sum to the device: `lane` waits for it. */
 static fsdp_status bring_grads(fsdp_unit *unit, fsdp_lane lane,
                                fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
   fsdp_status status = FSDP_OK;
   FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_DOWNLOAD, lane,
                                       lane_event(engine, lane), error));
-  FSDP_TRY(copy_grads(unit, true, error));
+  FSDP_TRY(copy_grads(unit, true, false, error));
   FSDP_TRY(fsdp_engine_priv_wait_lane(engine, lane, FSDP_LANE_DOWNLOAD,
                                       engine->download_done, error));
 done:
@@ -231,39 +281,31 @@ done:
 }
 
 /* Adds the reduced pieces to the sharded gradient, scaled to the mean over all
- * ranks. last_use [out] the lane after which the gradient block is free. */
+ * ranks. */
 static fsdp_status accumulate_segments(fsdp_unit *unit, fsdp_lane lane,
-                                       fsdp_lane *last_use, fsdp_error *error) {
-  fsdp_engine *engine = unit->engine;
+                                       fsdp_error *error) {
   const bool is_scaled = (unit->settings.custom & FSDP_CUSTOM_REDUCED) != 0;
   const double scale = is_scaled ? 1.0 : fsdp_unit_priv_mean_scale(unit);
-  const bool offloads = unit->options.offloads;
   const bool adds = fsdp_unit_priv_adds_to_grads(unit);
   fsdp_status status = FSDP_OK;
   int64_t num_items = 0;
 
-  if (offloads && adds) FSDP_TRY(bring_grads(unit, lane, error));
+  if (unit->options.offloads && adds) {
+    FSDP_TRY(bring_grads(unit, lane, error));
+  }
   for (int64_t i = 0; i < unit->num_segments; i++) {
     const fsdp_unit_segment *segment = &unit->segments[i];
     if (unit->grad_data[i] == NULL) continue;
-    unit->items[num_items++] = (fsdp_pack_item){
-        .to = offloads ? unit->stage_data[i] : segment->grad_shard,
-        .to_dtype = segment->options.grad_dtype,
-        .from_dtype = segment->options.reduce_dtype,
-        .from = own_slot(unit, i),
-        .numel = segment->layout->shard_numel,
-        .add = adds};
+    unit->items[num_items++] =
+        (fsdp_pack_item){.to = grad_target(unit, i, false),
+                         .to_dtype = segment->options.grad_dtype,
+                         .from_dtype = segment->options.reduce_dtype,
+                         .from = own_slot(unit, i),
+                         .numel = segment->layout->shard_numel,
+                         .add = adds};
   }
   FSDP_TRY(
       fsdp_unit_priv_accumulate_items(unit, lane, num_items, scale, error));
-  *last_use = lane;
-  if (offloads) {
-    *last_use = FSDP_LANE_DOWNLOAD;
-    FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_DOWNLOAD, lane,
-                                        lane_event(engine, lane), error));
-    FSDP_TRY(copy_grads(unit, false, error));
-  }
-  fsdp_unit_priv_set_grads(unit, FSDP_GRADS_SHARDED, true);
 done:
   return status;
 }
@@ -308,10 +350,11 @@ done:
   return status;
 }
 
-/* After the collectives, whose result is on `lane`. */
-static fsdp_status end_reduce(fsdp_unit *unit, fsdp_lane lane,
+/* After the collectives, whose result, the mean or a sum, is on `lane`. */
+static fsdp_status end_reduce(fsdp_unit *unit, fsdp_lane lane, bool is_mean,
                               fsdp_error *error) {
-  fsdp_lane last_use = lane;
+  fsdp_engine *engine = unit->engine;
+  fsdp_lane last_use = lane; /* of the gradient block */
   fsdp_status status = FSDP_OK;
 
   if ((unit->settings.custom & FSDP_CUSTOM_REDUCED) != 0) {
@@ -321,7 +364,14 @@ static fsdp_status end_reduce(fsdp_unit *unit, fsdp_lane lane,
     FSDP_TRY(fsdp_unit_priv_read_marks(
         unit, lane, own_slot(unit, unit->num_segments), error));
   }
-  FSDP_TRY(accumulate_segments(unit, lane, &last_use, error));
+  if (!is_mean) FSDP_TRY(accumulate_segments(unit, lane, error));
+  if (unit->options.offloads) {
+    last_use = FSDP_LANE_DOWNLOAD;
+    FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_DOWNLOAD, lane,
+                                        lane_event(engine, lane), error));
+    FSDP_TRY(copy_grads(unit, false, is_mean, error));
+  }
+  fsdp_unit_priv_set_grads(unit, FSDP_GRADS_SHARDED, true);
   FSDP_TRY(fsdp_unit_priv_drop_grads(unit, last_use, error));
   FSDP_TRY(fsdp_unit_priv_tell_followers(unit, last_use, error));
 done:
@@ -340,7 +390,7 @@ fsdp_status fsdp_unit_priv_end_reduce(fsdp_unit *unit, fsdp_error *error) {
   FSDP_TRY(use_partial(unit, FSDP_LANE_COMPUTE, error)); /* unless it did */
   fsdp_unit_priv_free_partial(unit);
   FSDP_TRY(fsdp_unit_priv_make_grad_shards(unit, error));
-  FSDP_TRY(end_reduce(unit, FSDP_LANE_COMPUTE, error));
+  FSDP_TRY(end_reduce(unit, FSDP_LANE_COMPUTE, false, error));
 done:
   return status;
 }
@@ -360,6 +410,7 @@ fsdp_status fsdp_unit_priv_enqueue_reduce(fsdp_unit *unit, fsdp_error *error) {
   /* An all_reduce may follow at once: the sum must be there when it starts. */
   const fsdp_lane partial_lane =
       has_shards || has_hook ? FSDP_LANE_REDUCE : FSDP_LANE_COMPUTE;
+  const bool to_mean = can_reduce_to_mean(unit);
   fsdp_status status = FSDP_OK;
 
   if (unit->step.reduces_parts) return fsdp_unit_priv_start_parts(unit, error);
@@ -378,7 +429,7 @@ fsdp_status fsdp_unit_priv_enqueue_reduce(fsdp_unit *unit, fsdp_error *error) {
   if (has_hook) {
     FSDP_TRY(run_hook(unit, error));
   } else if (has_shards) {
-    FSDP_TRY(reduce_scatter_segments(unit, error));
+    FSDP_TRY(reduce_scatter_segments(unit, to_mean, error));
   }
   if (is_partial && !is_host) return end_partial(unit, partial_lane, error);
   if (!is_partial) {
@@ -387,7 +438,7 @@ fsdp_status fsdp_unit_priv_enqueue_reduce(fsdp_unit *unit, fsdp_error *error) {
     }
     if (has_replicas) FSDP_TRY(reduce_over_replicas(unit, &lane, error));
   }
-  if (!is_host) FSDP_TRY(end_reduce(unit, lane, error));
+  if (!is_host) FSDP_TRY(end_reduce(unit, lane, to_mean, error));
 done:
   return status;
 }
