@@ -318,6 +318,9 @@ TEST(test_every_call_can_fail) {
   options.param_dtype = RECORDER_BF16;
   options.backward_prefetch = PREFETCH_AFTER;
   failures_every_call_of_steps(&options, NULL, failures_train);
+  options = offload_options(2, 0);
+  options.has_mean = true;
+  failures_every_call_of_steps(&options, NULL, failures_train);
   options = offload_options(1, 0);
   failures_every_call(&options, NULL, failures_train, 0);
 }
