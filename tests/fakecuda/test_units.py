@@ -104,6 +104,22 @@ def test_calls_of_a_unit(api: str, offloads: bool) -> None:
     assert found[2:5] == found[7:10], found
 
 
+@distributed(world_size=2, device="cuda")
+@pytest.mark.parametrize("offloads", [False, True])
+def test_one_rank_adds_to_its_gradient(rank: int, offloads: bool) -> None:
+    """The ranks' collective is the same, whether one has something to add to or not."""
+    model = _in_bf16([nn.Linear(DIM, DIM)], "fully_shard", offloads=offloads)
+    x = torch.ones(4, DIM, device="cuda")
+    model(x).float().sum().backward()
+    once = [param.grad.to_local().clone() for param in model.parameters()]
+    if rank == 0:
+        model.zero_grad()
+    model(x).float().sum().backward()
+    for param, grad in zip(model.parameters(), once, strict=True):
+        assert grad.any()
+        torch.testing.assert_close(param.grad.to_local(), (1 + rank) * grad)
+
+
 def test_an_allocator_in_the_order_of_streams() -> None:
     """Its memory is there from its turn in the stream on, not at once."""
     said = run_fresh(
