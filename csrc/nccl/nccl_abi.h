@@ -48,7 +48,7 @@ enum {
 };
 
 /* ncclRedOp_t */
-enum { FSDP_NCCL_SUM = 0 };
+enum { FSDP_NCCL_SUM = 0, FSDP_NCCL_AVG = 4 };
 
 /* The beginning of ncclConfig_t, as of NCCL 2.18, which `version` declares. The
  * library uses its own defaults for the rest. */

@@ -59,12 +59,12 @@ static int enqueue(const fsdp_nccl_transport *transport,
       return api->broadcast(c->send, c->receive, c->numel, c->dtype, c->root,
                             comm, channel->stream);
     case FSDP_NCCL_REDUCE_SCATTER:
-      return api->reduce_scatter(c->send, c->receive, c->numel, c->dtype,
-                                 FSDP_NCCL_SUM, comm, channel->stream);
+      return api->reduce_scatter(c->send, c->receive, c->numel, c->dtype, c->op,
+                                 comm, channel->stream);
     case FSDP_NCCL_ALL_REDUCE:
     default:
-      return api->all_reduce(c->send, c->receive, c->numel, c->dtype,
-                             FSDP_NCCL_SUM, comm, channel->stream);
+      return api->all_reduce(c->send, c->receive, c->numel, c->dtype, c->op,
+                             comm, channel->stream);
   }
 }
 
@@ -347,11 +347,11 @@ static int nccl_dtype(fsdp_dtype dtype) {
   }
 }
 
-/* Common to both sums. */
+/* Common to all reductions. output NULL: in place. */
 static fsdp_status reduce(fsdp_transport *base, const fsdp_call *call,
-                          fsdp_nccl_kind kind, void *buffer, int64_t numel,
-                          fsdp_dtype dtype, uint64_t *ticket,
-                          fsdp_error *error) {
+                          fsdp_nccl_kind kind, int op, void *output,
+                          void *buffer, int64_t numel, fsdp_dtype dtype,
+                          uint64_t *ticket, fsdp_error *error) {
   fsdp_nccl_transport *transport = fsdp_nccl_priv_of(base);
   const bool is_scatter = kind == FSDP_NCCL_REDUCE_SCATTER;
   int64_t nbytes = 0;
@@ -367,9 +367,13 @@ static fsdp_status reduce(fsdp_transport *base, const fsdp_call *call,
   const fsdp_nccl_collective collective = {
       .kind = kind,
       .send = buffer,
-      .receive = (char *)buffer + (is_scatter ? nbytes * transport->rank : 0),
+      .receive =
+          output == NULL
+              ? (char *)buffer + (is_scatter ? nbytes * transport->rank : 0)
+              : output,
       .numel = (size_t)numel,
       .dtype = nccl_dtype(dtype),
+      .op = op,
   };
   return add(transport, call, &collective, ticket, error);
 }
@@ -378,14 +382,22 @@ fsdp_status fsdp_nccl_priv_reduce_scatter(fsdp_transport *base,
                                           const fsdp_call *call, void *buffer,
                                           int64_t shard_numel, fsdp_dtype dtype,
                                           uint64_t *ticket, fsdp_error *error) {
-  return reduce(base, call, FSDP_NCCL_REDUCE_SCATTER, buffer, shard_numel,
-                dtype, ticket, error);
+  return reduce(base, call, FSDP_NCCL_REDUCE_SCATTER, FSDP_NCCL_SUM, NULL,
+                buffer, shard_numel, dtype, ticket, error);
+}
+
+fsdp_status fsdp_nccl_priv_reduce_scatter_mean(
+    fsdp_transport *base, const fsdp_call *call, void *output, void *buffer,
+    int64_t shard_numel, fsdp_dtype dtype, uint64_t *ticket,
+    fsdp_error *error) {
+  return reduce(base, call, FSDP_NCCL_REDUCE_SCATTER, FSDP_NCCL_AVG, output,
+                buffer, shard_numel, dtype, ticket, error);
 }
 
 fsdp_status fsdp_nccl_priv_all_reduce(fsdp_transport *base,
                                       const fsdp_call *call, void *buffer,
                                       int64_t numel, fsdp_dtype dtype,
                                       uint64_t *ticket, fsdp_error *error) {
-  return reduce(base, call, FSDP_NCCL_ALL_REDUCE, buffer, numel, dtype, ticket,
-                error);
+  return reduce(base, call, FSDP_NCCL_ALL_REDUCE, FSDP_NCCL_SUM, NULL, buffer,
+                numel, dtype, ticket, error);
 }

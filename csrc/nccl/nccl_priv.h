@@ -226,6 +226,9 @@ fsdp_status fsdp_nccl_priv_reduce_scatter(fsdp_transport *base,
                                           const fsdp_call *call, void *buffer,
                                           int64_t shard_numel, fsdp_dtype dtype,
                                           uint64_t *ticket, fsdp_error *error);
+fsdp_status fsdp_nccl_priv_reduce_scatter_mean(
+    fsdp_transport *base, const fsdp_call *call, void *output, void *buffer,
+    int64_t shard_numel, fsdp_dtype dtype, uint64_t *ticket, fsdp_error *error);
 fsdp_status fsdp_nccl_priv_all_reduce(fsdp_transport *base,
                                       const fsdp_call *call, void *buffer,
                                       int64_t numel, fsdp_dtype dtype,

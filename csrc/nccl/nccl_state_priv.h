@@ -36,6 +36,7 @@ typedef struct fsdp_nccl_collective {
   void *receive;
   size_t numel; /* per rank for all_gather and reduce_scatter */
   int dtype;    /* NCCL's; gathers and broadcasts go as bytes */
+  int op;       /* of a reduction */
   int root;
 } fsdp_nccl_collective;
 

@@ -71,6 +71,7 @@ static const fsdp_transport_ops OPS = {
     .all_gather = fsdp_nccl_priv_all_gather,
     .broadcast = fsdp_nccl_priv_broadcast,
     .reduce_scatter = fsdp_nccl_priv_reduce_scatter,
+    .reduce_scatter_mean = fsdp_nccl_priv_reduce_scatter_mean,
     .all_reduce = fsdp_nccl_priv_all_reduce,
     .wait = NULL,
     .check = check,

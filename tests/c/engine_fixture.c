@@ -146,6 +146,7 @@ void model_init(model *self, const model_options *options) {
   self->shard_group =
       recorder_group(self->device, self->options.rank, self->options.world_size,
                      self->options.wants_scratch);
+  if (self->options.has_mean) recorder_reduce_to_mean(&self->shard_group);
   self->replica_group =
       recorder_group(self->device, 0, self->options.num_replicas, false);
   if (self->options.part_world_size > 0) {

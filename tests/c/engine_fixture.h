@@ -53,6 +53,7 @@ typedef struct model_options {
   bool forward_prefetch;
   double prescale; /* 0: 1 */
   bool wants_scratch;
+  bool has_mean; /* the transport reduces to the mean */
   bool offloads;
   int64_t part_world_size; /* 0: units keep no parts; divides the segments */
 } model_options;

@@ -68,6 +68,9 @@ const fsdp_view_ops *recorder_views(recorder *self);
 fsdp_group recorder_group(recorder *self, int64_t rank, int64_t world_size,
                           bool wants_scratch);
 
+/* The group's transport also has reduce_scatter_mean. */
+void recorder_reduce_to_mean(const fsdp_group *group);
+
 /* The lines since the start or the last clear, each ended by a newline.
  * Borrowed until the next operation. */
 const char *recorder_tape(const recorder *self);

@@ -105,6 +105,31 @@ static fsdp_status reduce_scatter(fsdp_transport *transport,
   return FSDP_OK;
 }
 
+static fsdp_status reduce_scatter_mean(fsdp_transport *transport,
+                                       const fsdp_call *call, void *output,
+                                       void *buffer, int64_t shard_numel,
+                                       fsdp_dtype dtype, uint64_t *ticket,
+                                       fsdp_error *error) {
+  const recorder_transport *group = group_of(transport);
+  recorder *self = group->device;
+  const fsdp_lane lane = lane_of(self, call);
+  (void)ticket;
+  const fsdp_status status = recorder_priv_begin(
+      self, FSDP_BACKEND, error, "reduce_scatter_mean %L %G %d %D%t%f", lane,
+      transport, shard_numel, dtype, output, buffer);
+  if (status != FSDP_OK) return status;
+  const int64_t nbytes = shard_numel * dtype.itemsize;
+  char *own = (char *)buffer + group->rank * nbytes;
+  recorder_priv_touch(self, lane, buffer, group->world_size * nbytes, true);
+  recorder_priv_touch(self, lane, output, nbytes, true);
+  memmove(output, own, (size_t)nbytes); /* of equal pieces */
+  for (char *slot = buffer; slot < (char *)buffer + group->world_size * nbytes;
+       slot += nbytes) {
+    if (slot != output) memset(slot, 0xCD, (size_t)nbytes);
+  }
+  return FSDP_OK;
+}
+
 static fsdp_status all_reduce(fsdp_transport *transport, const fsdp_call *call,
                               void *buffer, int64_t numel, fsdp_dtype dtype,
                               uint64_t *ticket, fsdp_error *error) {
@@ -120,6 +145,10 @@ static fsdp_status all_reduce(fsdp_transport *transport, const fsdp_call *call,
   elements_combine(buffer, dtype, buffer, dtype, numel,
                    (double)group->world_size, false);
   return FSDP_OK;
+}
+
+void recorder_reduce_to_mean(const fsdp_group *group) {
+  group_of(group->transport)->ops.reduce_scatter_mean = reduce_scatter_mean;
 }
 
 fsdp_group recorder_group(recorder *self, int64_t rank, int64_t world_size,

@@ -290,3 +290,69 @@ TEST(test_memory_does_not_grow_with_depth) {
     PLAY("end");
   }
 }
+
+/* --- Mean ---------------------------------------------------------------- */
+
+/* The reduce_scatter's piece is the sharded gradient: nothing adds or scales,
+ * and a second backward does. */
+TEST(test_reduces_to_the_mean) {
+  const model_options options = {.rank = 1, .has_mean = true};
+  model_open(&options, "u 8");
+  recorder_show_memory(m.device, true);
+  PLAY("step");
+  CHECK_TAPE_HAS("reduce_scatter_mean reduce g0 8 f32 ? <- b2");
+  CHECK_TAPE_LACKS("accumulate");
+  PLAY(
+      "check_grads; clear; step"); /* the same collective: others may not add */
+  CHECK_TAPE_HAS("reduce_scatter_mean reduce g0 8 f32 b4+32 <- b4");
+  CHECK_TAPE_HAS("accumulate reduce x1 8 f32->f32 add ");
+  PLAY("check_grads; zero_grad; clear; step; check_grads");
+  CHECK_TAPE_HAS("reduce_scatter_mean");
+  PLAY("end");
+}
+
+/* In the slot, from which the host's copy comes. */
+TEST(test_offloads_the_mean) {
+  const model_options options = {.rank = 1, .has_mean = true, .offloads = true};
+  model_open(&options, "u 8");
+  recorder_show_memory(m.device, true);
+  PLAY("step");
+  CHECK_TAPE_HAS("reduce_scatter_mean reduce g0 8 f32 b2+32 <- b2");
+  CHECK_TAPE_HAS("copy_to_host download 32 u.grad0 <- b2+32");
+  CHECK_TAPE_LACKS("accumulate");
+  PLAY("check_grads; step; check_grads; end");
+}
+
+/* All that the reduce_scatter's mean would leave out. */
+TEST(test_not_to_the_mean) {
+  for (int i = 0; i < 3; i++) {
+    model_options options = {.has_mean = true, .reduce_dtype = RECORDER_F32};
+    if (i == 0) options.num_replicas = 2;
+    if (i == 1) options.prescale = 0.25;
+    if (i == 2) options.reduce_dtype = RECORDER_BF16;
+    model_open(&options, "u 8");
+    PLAY("step; check_grads");
+    CHECK_TAPE_LACKS("reduce_scatter_mean");
+    PLAY("end");
+  }
+}
+
+/* A partial gradient is a sum. */
+TEST(test_adds_a_partial_gradient_to_the_mean) {
+  const model_options options = {.rank = 1, .has_mean = true};
+  model_open(&options, "u 8");
+  PLAY("sync shard; step; step; sync reduce; clear; step; check_grads");
+  CHECK_TAPE_HAS("reduce_scatter_mean");
+  CHECK_TAPE_HAS("accumulate reduce x0.5 8 f32->f32 add");
+  PLAY("step; check_grads; end");
+}
+
+/* Of parameters that no rank used the sums are read as before. */
+TEST(test_marks_beside_the_mean) {
+  const model_options options = {.has_mean = true, .finds_unused = true};
+  model_open(&options, "u 8");
+  PLAY("step; check_grads");
+  CHECK_TAPE_HAS("reduce_scatter_mean reduce g0 8 f32");
+  CHECK_TAPE_HAS("reduce_scatter reduce g0 ");
+  PLAY("end");
+}

@@ -18,7 +18,7 @@ static void start(const model_options *options) {
 }
 
 /* The shard goes into its slot, which is gathered in place; the gradient comes
- * back from behind the unsharded one (at 256). */
+ * back from the other rank's slot of the unsharded one. */
 TEST(test_step) {
   const model_options options = offload_options(2, 1);
   start(&options);
@@ -31,15 +31,15 @@ TEST(test_step) {
       "all_gather unshard g0 8 f32 b1 <- b1+32; group_end unshard g0; "
       "record e6 unshard; wait compute e6; show u unsharded; hide u; "
       "mark_params u; take_grads u; wait compute e6; show u unsharded; "
-      "show u sharded; free 64 b1; alloc 288 b2; pack compute x1 16 f32->f32 "
+      "show u sharded; free 64 b1; alloc 64 b2; pack compute x1 16 f32->f32 "
       "b2 <- ?; "
       "release t1; grad_shard u 0; record e1 compute; wait reduce e1; "
       "group_begin reduce g0; reduce_scatter reduce g0 8 f32 b2; "
-      "group_end reduce g0; accumulate reduce x0.5 8 f32->f32 b2+256 <- b2+32; "
+      "group_end reduce g0; accumulate reduce x0.5 8 f32->f32 b2 <- b2+32; "
       "record e2 reduce; wait download e2; "
-      "copy_to_host download 32 u.grad0 <- b2+256; record e7 download; "
+      "copy_to_host download 32 u.grad0 <- b2; record e7 download; "
       "record e2 reduce; wait compute e2; record e3 replicate; "
-      "wait compute e3; wait compute e7; free 288 b2; record e4 upload; "
+      "wait compute e3; wait compute e7; free 64 b2; record e4 upload; "
       "wait download e4; record e5 download; synchronize e5; "
       "show_grads u sharded");
   PLAY("check_grads; end");
@@ -52,24 +52,24 @@ TEST(test_second_backward) {
   PLAY("step; forward; clear; backward");
   CHECK_TAPE(
       "take_grads u; wait compute e6; show u unsharded; show u sharded; "
-      "free 64 b3; alloc 288 b4; pack compute x1 16 f32->f32 b4 <- ?; release "
+      "free 64 b3; alloc 64 b4; pack compute x1 16 f32->f32 b4 <- ?; release "
       "t2; "
       "grad_shard u 0; record e1 compute; wait reduce e1; "
       "group_begin reduce g0; reduce_scatter reduce g0 8 f32 b4; "
       "group_end reduce g0; record e2 reduce; wait download e2; "
-      "copy_to_device download 32 b4+256 <- u.grad0; record e5 download; "
-      "wait reduce e5; accumulate reduce x0.5 8 f32->f32 add b4+256 <- b4+32; "
+      "copy_to_device download 32 b4 <- u.grad0; record e5 download; "
+      "wait reduce e5; accumulate reduce x0.5 8 f32->f32 add b4 <- b4+32; "
       "record e2 reduce; wait download e2; "
-      "copy_to_host download 32 u.grad0 <- b4+256; record e7 download; "
+      "copy_to_host download 32 u.grad0 <- b4; record e7 download; "
       "record e2 reduce; wait compute e2; record e3 replicate; "
-      "wait compute e3; wait compute e7; free 288 b4; record e4 upload; "
+      "wait compute e3; wait compute e7; free 64 b4; record e4 upload; "
       "wait download e4; record e5 download; synchronize e5; "
       "show_grads u sharded");
   PLAY("check_grads; end");
 }
 
-/* With a cast the shard comes beside the parameters (at 256), in its own dtype;
- * replicas reduce on their own lane. */
+/* With a cast the shard comes in its own dtype, from the other rank's slot (at
+ * 16) on, which it is larger than; replicas reduce on their own lane. */
 TEST(test_casts_and_replicas) {
   model_options options = offload_options(2, 0);
   options.num_replicas = 2;
@@ -80,13 +80,13 @@ TEST(test_casts_and_replicas) {
   PLAY("step");
   CHECK_TAPE(
       "record e1 compute; wait unshard e1; take_params u sharded; event e7; "
-      "alloc 288 b1; record e7 compute; wait upload e7; "
-      "copy_to_device upload 32 b1+256 <- u.shard0; record e4 upload; "
-      "wait unshard e4; pack unshard x1 8 f32->bf16 b1 <- b1+256; "
+      "alloc 48 b1; record e7 compute; wait upload e7; "
+      "copy_to_device upload 32 b1+16 <- u.shard0; record e4 upload; "
+      "wait unshard e4; pack unshard x1 8 f32->bf16 b1 <- b1+16; "
       "group_begin unshard g0; all_gather unshard g0 8 bf16 b1 <- b1; "
       "group_end unshard g0; record e6 unshard; wait compute e6; "
       "show u unsharded; hide u; mark_params u; take_grads u; wait compute e6; "
-      "show u unsharded; show u sharded; free 288 b1; alloc 288 b2; "
+      "show u unsharded; show u sharded; free 48 b1; alloc 64 b2; "
       "pack compute x1 16 bf16->f32 b2 <- ?; release t1; grad_shard u 0; "
       "record e1 compute; wait reduce e1; event e8; alloc 32 b3; "
       "record e1 compute; wait reduce e1; group_begin reduce g0; "
@@ -94,11 +94,11 @@ TEST(test_casts_and_replicas) {
       "record e8 reduce; record e2 reduce; wait replicate e2; "
       "group_begin replicate g1; all_reduce replicate g1 8 f32 b2; "
       "group_end replicate g1; "
-      "accumulate replicate x0.25 8 f32->f32 b2+256 <- b2; "
+      "accumulate replicate x0.25 8 f32->f32 b2+32 <- b2; "
       "record e3 replicate; wait download e3; "
-      "copy_to_host download 32 u.grad0 <- b2+256; record e7 download; "
+      "copy_to_host download 32 u.grad0 <- b2+32; record e7 download; "
       "record e2 reduce; wait compute e2; record e3 replicate; "
-      "wait compute e3; wait compute e7; free 288 b2; record e4 upload; "
+      "wait compute e3; wait compute e7; free 64 b2; record e4 upload; "
       "wait download e4; record e5 download; synchronize e5; "
       "show_grads u sharded");
   PLAY("check_grads; end");
@@ -115,13 +115,13 @@ TEST(test_one_rank) {
       "copy_to_device upload 32 b1 <- u.shard0; record e4 upload; "
       "wait unshard e4; record e6 unshard; wait compute e6; show u unsharded; "
       "hide u; mark_params u; take_grads u; wait compute e6; show u unsharded; "
-      "show u sharded; free 32 b1; alloc 288 b2; pack compute x1 8 f32->f32 b2 "
+      "show u sharded; free 32 b1; alloc 64 b2; pack compute x1 8 f32->f32 b2 "
       "<- ?; "
       "release t1; grad_shard u 0; record e1 compute; wait reduce e1; "
-      "accumulate reduce x1 8 f32->f32 b2+256 <- b2; record e2 reduce; "
-      "wait download e2; copy_to_host download 32 u.grad0 <- b2+256; "
+      "accumulate reduce x1 8 f32->f32 b2+32 <- b2; record e2 reduce; "
+      "wait download e2; copy_to_host download 32 u.grad0 <- b2+32; "
       "record e7 download; record e2 reduce; wait compute e2; "
-      "record e3 replicate; wait compute e3; wait compute e7; free 288 b2; "
+      "record e3 replicate; wait compute e3; wait compute e7; free 64 b2; "
       "record e4 upload; wait download e4; record e5 download; synchronize e5; "
       "show_grads u sharded");
   PLAY("check_grads; end");
@@ -130,11 +130,11 @@ TEST(test_one_rank) {
   PLAY("eval");
   CHECK_TAPE(
       "record e1 compute; wait unshard e1; take_params u sharded; event e7; "
-      "alloc 288 b1; record e7 compute; wait upload e7; "
-      "copy_to_device upload 32 b1+256 <- u.shard0; record e4 upload; "
-      "wait unshard e4; pack unshard x1 8 f32->bf16 b1 <- b1+256; "
+      "alloc 48 b1; record e7 compute; wait upload e7; "
+      "copy_to_device upload 32 b1+16 <- u.shard0; record e4 upload; "
+      "wait unshard e4; pack unshard x1 8 f32->bf16 b1 <- b1+16; "
       "record e6 unshard; wait compute e6; show u unsharded; show u sharded; "
-      "free 288 b1; record e4 upload; wait download e4; record e5 download; "
+      "free 48 b1; record e4 upload; wait download e4; record e5 download; "
       "synchronize e5");
   PLAY("step; check_grads; end");
 }
@@ -282,13 +282,27 @@ TEST(test_full_precision) {
 
 /* Everything on the device is blocks: bf16 parameters and the fp32 shard beside
  * them; fp32 gradients and the sharded one. */
+/* Four ranks have room for it beside this one, on either side. */
+TEST(test_stage_in_the_slots) {
+  for (int64_t rank = 0; rank < 4; rank++) {
+    model_options options = offload_options(4, rank);
+    options.param_dtype = RECORDER_BF16;
+    options.reduce_dtype = RECORDER_F32;
+    start(&options);
+    PLAY("step; optimizer; step; check_grads");
+    CHECK_TAPE_HAS("alloc 64 b1"); /* 32 elements of bf16 */
+    CHECK_I64(model_stats(&m).arena.peak_nbytes, 32 * 4);
+    PLAY("end");
+  }
+}
+
 TEST(test_memory) {
   model_options options = offload_options(2, 0);
   options.param_dtype = RECORDER_BF16;
   options.reduce_dtype = RECORDER_F32;
   model_open(&options, "u 128");
   PLAY("step; step");
-  CHECK_I64(model_stats(&m).arena.peak_nbytes, 256 * 4 + 128 * 4);
+  CHECK_I64(model_stats(&m).arena.peak_nbytes, 256 * 4);
   PLAY("clear; step; step");
   CHECK_TAPE_LACKS("host_alloc");
   CHECK_I64(recorder_live_nbytes(m.device), 0);
@@ -303,6 +317,9 @@ TEST(test_every_call_can_fail) {
   options.num_replicas = 2;
   options.param_dtype = RECORDER_BF16;
   options.backward_prefetch = PREFETCH_AFTER;
+  failures_every_call_of_steps(&options, NULL, failures_train);
+  options = offload_options(2, 0);
+  options.has_mean = true;
   failures_every_call_of_steps(&options, NULL, failures_train);
   options = offload_options(1, 0);
   failures_every_call(&options, NULL, failures_train, 0);

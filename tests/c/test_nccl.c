@@ -112,6 +112,24 @@ TEST(test_single_collectives_need_no_group) {
   nccl_fixture_leave(transport);
 }
 
+/* The mean, into the rank's own slot or elsewhere. */
+TEST(test_reduce_scatter_to_the_mean) {
+  fsdp_transport *transport = nccl_fixture_open(1, 2);
+  const fsdp_transport_ops *ops = transport->ops;
+  const fsdp_call call = nccl_fixture_call(FSDP_CHANNEL_REDUCE, 4, NULL);
+  char *memory = nccl_fixture_memory;
+  fsdp_error error = {0};
+  nccl_fake_clear_tape();
+  CHECK_OK(ops->reduce_scatter_mean(transport, &call, memory + 64, memory, 3,
+                                    NCCL_BF16, NULL, &error));
+  CHECK_OK(ops->reduce_scatter_mean(transport, &call, memory + 12, memory, 3,
+                                    NCCL_F32, NULL, &error));
+  CHECK_LINES(nccl_fake_tape(),
+              "reduce_scatter 1 bf16 3 +0 +64 op4 s4; "
+              "reduce_scatter 1 f32 3 +0 +12 op4 s4");
+  nccl_fixture_leave(transport);
+}
+
 TEST(test_nothing_to_move) {
   fsdp_transport *transport = nccl_fixture_open(0, 2);
   const fsdp_transport_ops *ops = transport->ops;

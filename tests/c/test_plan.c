@@ -410,7 +410,8 @@ TEST(test_offload) {
   const int64_t shard = 2 * NUMEL * 4 / WORLD_SIZE;
   CHECK_I64(report->stats.grad_shard_nbytes, 4 * shard);
   CHECK_I64(report->at_peak[FSDP_COUNTED_GRAD_SHARDS], 0);
-  CHECK_I64(report->stats.arena.peak_nbytes, 4 * (2 * NUMEL * 2 + shard));
+  /* What passes through the device lies in other ranks' slots. */
+  CHECK_I64(report->stats.arena.peak_nbytes, 4 * 2 * NUMEL * 2);
   fini(&self);
 }
 

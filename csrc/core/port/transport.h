@@ -168,6 +168,14 @@ typedef struct fsdp_transport_ops {
                                 const fsdp_call *call, void *buffer,
                                 int64_t shard_numel, fsdp_dtype dtype,
                                 uint64_t *ticket, fsdp_error *error);
+  /* The mean instead of the sum, of a floating dtype, and this rank's piece
+   * goes into `output`: its own slot of `buffer`, or memory outside it. The
+   * rest of `buffer` is undefined then. NULL: the transport cannot. */
+  fsdp_status (*reduce_scatter_mean)(fsdp_transport *transport,
+                                     const fsdp_call *call, void *output,
+                                     void *buffer, int64_t shard_numel,
+                                     fsdp_dtype dtype, uint64_t *ticket,
+                                     fsdp_error *error);
   /* Sums `buffer` over the ranks, in place. */
   fsdp_status (*all_reduce)(fsdp_transport *transport, const fsdp_call *call,
                             void *buffer, int64_t numel, fsdp_dtype dtype,

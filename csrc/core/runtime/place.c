@@ -18,6 +18,27 @@ static bool place_in_block(int64_t numel, int32_t itemsize, int64_t *nbytes,
          fsdp_add_i64(begin, length, nbytes) && ((void)(*offset = begin), true);
 }
 
+/* A place for this rank's shard, of another itemsize than that of the slots, on
+ * its way between the host and its slot in the segment at `segment_offset`.
+ * Other ranks' slots hold nothing then: it lies there, as far as they reach. */
+static bool place_stage(const fsdp_unit *self, const fsdp_segment *layout,
+                        int64_t segment_offset, int32_t slot_itemsize,
+                        int32_t itemsize, int64_t *nbytes, int64_t *offset) {
+  const int64_t rank = self->options.shard_group.rank;
+  const int64_t slot_nbytes = layout->shard_numel * slot_itemsize;
+  int64_t stage_nbytes;
+  int64_t end;
+  if (!fsdp_mul_i64(layout->shard_numel, itemsize, &stage_nbytes)) return false;
+  if (stage_nbytes <= rank * slot_nbytes) {
+    *offset = segment_offset;
+    return true;
+  }
+  *offset = segment_offset + (rank + 1) * slot_nbytes; /* in the block */
+  if (!fsdp_add_i64(*offset, stage_nbytes, &end)) return false;
+  if (end > *nbytes) *nbytes = end;
+  return true;
+}
+
 /* Places of one segment in the parameter blocks. */
 static bool place_params(fsdp_unit *self, fsdp_unit_segment *segment) {
   const fsdp_segment *layout = segment->layout;
@@ -56,8 +77,9 @@ static bool place_params(fsdp_unit *self, fsdp_unit_segment *segment) {
     return false;
   }
   return !self->options.offloads || !has_cast ||
-         place_in_block(layout->shard_numel, layout->dtype.itemsize,
-                        &self->param_nbytes, &segment->param_stage_offset);
+         place_stage(self, layout, segment->param_offset, dtype.itemsize,
+                     layout->dtype.itemsize, &self->param_nbytes,
+                     &segment->param_stage_offset);
 }
 
 /* Places of the marks in the blocks of a reduction, once. */
@@ -94,8 +116,9 @@ static bool place_grads(fsdp_unit *self, fsdp_unit_segment *segment) {
     return false;
   }
   if (self->options.offloads &&
-      !place_in_block(layout->shard_numel, grad_itemsize, &self->grad_nbytes,
-                      &segment->grad_stage_offset)) {
+      !place_stage(self, layout, segment->grad_offset, reduce_itemsize,
+                   grad_itemsize, &self->grad_nbytes,
+                   &segment->grad_stage_offset)) {
     return false;
   }
   /* Parameters without elements have gradients, too. */

@@ -337,6 +337,11 @@ fsdp_status accumulate(void *context, fsdp_lane lane,
                        double scale, fsdp_error *error) {
   GUARDED(error) {
     Provider &provider = provider_of(context);
+    if (provider.has_streams()) {  // at once
+      provider.on_lane(lane,
+                       [&] { pack_items(provider, items, num_items, scale); });
+      return FSDP_OK;
+    }
     provider.add_step(lane, [&provider, scale,
                              own = std::vector<fsdp_pack_item>(
                                  items, items + num_items)] {
