@@ -33,7 +33,11 @@ static bool place_stage(const fsdp_unit *self, const fsdp_segment *layout,
     *offset = segment_offset;
     return true;
   }
-  *offset = segment_offset + (rank + 1) * slot_nbytes; /* in the block */
+  /* In the block. Slots of a unit by rows may end anywhere. */
+  if (!fsdp_round_up_i64(segment_offset + (rank + 1) * slot_nbytes, itemsize,
+                         offset)) {
+    return false;
+  }
   if (!fsdp_add_i64(*offset, stage_nbytes, &end)) return false;
   if (end > *nbytes) *nbytes = end;
   return true;
