@@ -21,7 +21,7 @@ from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -224,14 +224,24 @@ def _take_over(config: WorkerConfig) -> None:
         os.dup2(stderr.fileno(), sys.stderr.fileno())
 
 
+def _show_stacks(stacks: IO[str]) -> None:
+    """Let crashes and SIGUSR1 show stacks, also where a test has reset its signals.
+
+    Lightning's Trainer ends by setting all handlers that it saw, which C's are not.
+    """
+    faulthandler.disable()
+    faulthandler.enable()
+    faulthandler.unregister(signal.SIGUSR1)
+    # Chained to the signal's default: who has written its stacks ends.
+    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True, chain=True)
+
+
 def main(config: WorkerConfig, connection: Connection) -> None:
     """Serve tests until the parent says stop or goes away."""
     _take_over(config)
-    faulthandler.enable()
     torch.set_num_threads(1)
     with config.stacks.open("w") as stacks:
-        # Chained to the signal's default: who has written its stacks ends.
-        faulthandler.register(signal.SIGUSR1, stacks, all_threads=True, chain=True)
+        _show_stacks(stacks)
         backend = set_up_device(config.device, config.rank, config.world_size)
         dist.init_process_group(
             backend,
@@ -252,6 +262,7 @@ def main(config: WorkerConfig, connection: Connection) -> None:
                 break
             if task is None:
                 break
+            _show_stacks(stacks)
             connection.send(_run(task, config.rank))
         faulthandler.unregister(signal.SIGUSR1)
         if dist.is_initialized():
