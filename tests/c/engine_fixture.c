@@ -206,7 +206,8 @@ void model_plan(model *self, const char *name, const fsdp_param_spec *specs,
                 int64_t num_specs) {
   enum { MAX_SPECS = 8 };
   fsdp_param_spec keyed[MAX_SPECS];
-  fsdp_alignment alignment = {4, true, true};
+  fsdp_alignment alignment = {4, !self->options.is_unaligned,
+                              !self->options.is_unaligned};
   model_unit *unit = &self->units[self->num_units];
   if (num_specs > MAX_SPECS || self->num_units == MODEL_MAX_UNITS) abort();
 

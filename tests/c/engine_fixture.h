@@ -55,6 +55,7 @@ typedef struct model_options {
   bool wants_scratch;
   bool has_mean; /* the transport reduces to the mean */
   bool offloads;
+  bool is_unaligned;       /* nothing in a segment is, as by rows */
   int64_t part_world_size; /* 0: units keep no parts; divides the segments */
 } model_options;
 

@@ -280,8 +280,6 @@ TEST(test_full_precision) {
   PLAY("step; check_grads; end");
 }
 
-/* Everything on the device is blocks: bf16 parameters and the fp32 shard beside
- * them; fp32 gradients and the sharded one. */
 /* Four ranks have room for it beside this one, on either side. */
 TEST(test_stage_in_the_slots) {
   for (int64_t rank = 0; rank < 4; rank++) {
@@ -296,6 +294,20 @@ TEST(test_stage_in_the_slots) {
   }
 }
 
+/* Behind a slot of 6 bytes the fp32 shard begins at 8. */
+TEST(test_stage_is_aligned) {
+  model_options options = offload_options(2, 0);
+  options.param_dtype = RECORDER_BF16;
+  options.is_unaligned = true;
+  model_open(&options, "u 3");
+  recorder_show_memory(m.device, true);
+  PLAY("step; optimizer; step; check_grads");
+  CHECK_TAPE_HAS("copy_to_device upload 12 b1+8 <- u.shard0;");
+  PLAY("end");
+}
+
+/* Everything on the device is blocks. The largest holds fp32 gradients, and in
+ * the other rank's slot the sharded one. */
 TEST(test_memory) {
   model_options options = offload_options(2, 0);
   options.param_dtype = RECORDER_BF16;
