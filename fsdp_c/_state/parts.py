@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -78,7 +78,10 @@ class Home:
     shard_group: ProcessGroup | None  # over which it is sharded; None: all is here
     state_shape: torch.Size  # of what an optimizer has for the elements
 
-    communicates: ClassVar[bool] = False  # to return and to put values
+    @property
+    def communicates(self) -> bool:
+        """Whether returning and putting values are collectives."""
+        return False
 
     @cached_property
     def is_flat(self) -> bool:

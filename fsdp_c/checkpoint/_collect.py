@@ -25,7 +25,7 @@ from fsdp_c.checkpoint._plain import encode
 from fsdp_c.checkpoint._random_states import random_states
 from fsdp_c.checkpoint._rank_entry import model_key, state_key
 from fsdp_c.checkpoint._ranks import Ranks
-from fsdp_c.checkpoint._row_parts import Rows, parts_in
+from fsdp_c.checkpoint._row_parts import is_in_unit, parts_in
 from fsdp_c.checkpoint._special import make_record
 
 
@@ -111,7 +111,7 @@ def collect(
         part = home.values()
         if name not in mine:
             continue
-        if place.module is None and not isinstance(home, Rows):
+        if not is_in_unit(place):
             part = part.reshape(place.shape)
         collected.items.append(FileItem(model_key(name), place.begin, part))
     if ranks.rank == 0:

@@ -17,7 +17,7 @@ from fsdp_c.checkpoint._holders import make_layout
 from fsdp_c.checkpoint._manifest import ParamSpec, SegmentSpec, UnitSpec, WholeSpec
 from fsdp_c.checkpoint._parallel_parts import with_parallel_parts
 from fsdp_c.checkpoint._ranks import Ranks
-from fsdp_c.checkpoint._row_parts import Rows, parts_in
+from fsdp_c.checkpoint._row_parts import Rows, is_in_unit, parts_in
 
 _EXTRA_STATE = "_extra_state"
 
@@ -58,7 +58,7 @@ class Contents:
                 is_param=True,
             )
             for place in self.places.values()
-            if place.module is None and not isinstance(place.home, Rows)
+            if not is_in_unit(place)
         ]
         buffers = [
             WholeSpec(

@@ -6,7 +6,7 @@ parameters, as those of fully_shard(): see Note [Rows in files].
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,9 @@ class ParallelRows(Rows):
     owner: ShardedModule
     held: ParamPart
 
-    communicates: ClassVar[bool] = True
+    @property
+    def communicates(self) -> bool:
+        return True
 
     def of_held(self, values: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return the rows, 1-D, of values of all ranks' elements. Collective.

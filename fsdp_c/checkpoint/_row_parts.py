@@ -42,6 +42,11 @@ class Rows(Home):
         return whole.reshape(-1)[self.begin : self.end]
 
 
+def is_in_unit(part: ParamPart) -> bool:
+    """Whether the parameter belongs to a unit; else each rank has the whole."""
+    return part.module is not None or isinstance(part.home, Rows)
+
+
 @dataclass(frozen=True, eq=False)
 class GroupRows(Rows):
     """Rows of a DTensor of a group."""
@@ -50,7 +55,7 @@ class GroupRows(Rows):
     cut: Cut
 
     @cached_property
-    def communicates(self) -> bool:  # type: ignore[override]
+    def communicates(self) -> bool:
         """Whether the local tensor is not the rows; see Note [Rows in files]."""
         parallel = self.cut.parallel
         return self.cut.dim != 0 or (
