@@ -173,7 +173,7 @@ def _kernels_row(machine: Machine) -> Row:
     library = Path(_native.__file__).with_name("_cuda.so")
     why_not = machine.parts["why_no_cuda_kernels"]
     if not why_not:
-        return Row("devices", name, f"used: {library}; {_NOT_RUN}")
+        return Row("devices", name, f"used: {library}")
     if machine.accelerator != "cuda":
         built = "built, " if library.exists() else ""
         return Row("devices", name, f"{built}not used: {why_not}")
@@ -188,7 +188,7 @@ def _kernels_row(machine: Machine) -> Row:
 # Transports: by kind of process group, what carries its collectives, and why. ---
 
 _SECTION = "transports"
-_NOT_RUN = "not run on a GPU by its authors yet"
+_NOT_RUN = "not run on several GPUs by its authors yet"
 _GLOO = (
     "c10d's gloo; if each host has the same number of the group's ranks, shared "
     "memory inside a host and gloo between hosts"
@@ -236,7 +236,7 @@ def _nccl_rows(machine: Machine) -> Iterator[Row]:
     why_not = parts["why_no_nccl"]
     is_forced = "FSDP_C_NCCL_LIBRARY" in machine.env
     is_off = machine.env.get("FSDP_C_NCCL") == "0"
-    if not machine.has_nccl and not is_forced:
+    if not machine.has_nccl:
         yield Row(_SECTION, "nccl", "no such groups: this torch has no NCCL")
     elif is_off:
         value = "the group's own c10d backend: switched off by FSDP_C_NCCL=0"
@@ -248,8 +248,7 @@ def _nccl_rows(machine: Machine) -> Iterator[Row]:
             remedy = "correct FSDP_C_NCCL_LIBRARY, or unset it"
         yield Row(_SECTION, "nccl", value, "warning", remedy)
     else:
-        which = ", for groups of any backend on a device" if is_forced else ""
-        value = f"NCCL directly{which}; {_NOT_RUN}, FSDP_C_NCCL=0 goes back to c10d"
+        value = f"NCCL directly; {_NOT_RUN}, FSDP_C_NCCL=0 goes back to c10d"
         yield Row(_SECTION, "nccl", value)
 
     if not why_not:

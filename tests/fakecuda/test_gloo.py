@@ -1,4 +1,4 @@
-"""Units with tensors on a device and groups of gloo, whose work is in stream order."""
+"""Units with tensors on a device and groups that c10d carries."""
 
 import copy
 from typing import Any
@@ -11,7 +11,6 @@ from torch import nn
 from fakecuda.device import needs_fake, set_schedule
 from helpers.distributed import distributed
 from helpers.impl import FSDP, CPUOffload, ShardingStrategy, fsdp
-from helpers.transports import c10d_only
 
 pytestmark = needs_fake
 
@@ -66,18 +65,29 @@ def test_trains_as_the_unsharded_model(
     from fsdp_c import _native
 
     device = torch.device("cuda")
-    # Without the switch NCCL would carry any group.
-    with c10d_only():
-        group = gloo_group()
-        options = {
-            "process_group": group,
-            "sharding_strategy": ShardingStrategy[strategy],
-            "cpu_offload": CPUOffload(offload_params=offloads),
-            "use_orig_params": True,
-        }
-        for seed in range(NUM_SEEDS):
-            set_schedule(seed, 1.0)
-            train_and_compare(seed, rank, world_size, options)
-        assert _native.transport(group, device)[0] == "c10d"
-        torch.cuda.synchronize()
-        dist.destroy_process_group(group)
+    group = gloo_group()
+    options = {
+        "process_group": group,
+        "sharding_strategy": ShardingStrategy[strategy],
+        "cpu_offload": CPUOffload(offload_params=offloads),
+        "use_orig_params": True,
+    }
+    for seed in range(NUM_SEEDS):
+        set_schedule(seed, 1.0)
+        train_and_compare(seed, rank, world_size, options)
+    assert _native.transport(group, device)[0] == "c10d"
+    torch.cuda.synchronize()
+    dist.destroy_process_group(group)
+
+
+@distributed(world_size=2, device="cuda")
+def test_a_backend_without_options(rank: int, world_size: int) -> None:
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers it
+
+    from fsdp_c import _native
+
+    group = dist.new_group(backend="fake")
+    model = fsdp(nn.Linear(DIM, DIM), process_group=group, use_orig_params=True)
+    model(torch.ones(2, DIM)).sum().backward()
+    assert _native.transport(group, torch.device("cuda"))[0] == "c10d"
+    dist.destroy_process_group(group)

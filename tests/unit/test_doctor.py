@@ -165,6 +165,7 @@ def test_healthy() -> None:
         ),
         (
             {
+                "has_nccl": True,
                 "env": {"FSDP_C_NCCL_LIBRARY": "/x"},
                 "parts": {**PARTS, "why_no_nccl": "/x is not there"},
             },
@@ -224,7 +225,7 @@ def test_what_carries_gloo_groups() -> None:
         (True, {}, "NCCL directly"),
         (True, {"FSDP_C_NCCL": "0"}, "the group's own c10d backend: switched off"),
         (False, {"FSDP_C_NCCL": "0"}, "no such groups"),
-        (False, {"FSDP_C_NCCL_LIBRARY": "/x"}, "NCCL directly, for groups of any"),
+        (False, {"FSDP_C_NCCL_LIBRARY": "/x"}, "no such groups"),
     ],
 )
 def test_what_carries_nccl_groups(

@@ -164,12 +164,11 @@ bool is_nccl(c10d::ProcessGroup &group, c10::DeviceType device) {
 
 int64_t timeout_ms_of(c10d::ProcessGroup &group, c10::Device device) {
   try {
-    return group.getBackend(device.type())
-        ->getBackendOptions()
-        ->timeout.count();
-  } catch (const std::exception &) {
-    return kBackendDefaultTimeout.count();
+    const auto options = group.getBackend(device.type())->getBackendOptions();
+    if (options) return options->timeout.count();
+  } catch (const std::exception &) {  // it has no options, or is a user's own
   }
+  return kBackendDefaultTimeout.count();
 }
 
 // An integer of c10d's ncclConfig_t, unless it is NCCL's "undefined".
@@ -323,10 +322,7 @@ Kind kind_for(const Group &group, c10::Device device, std::string *why_not) {
     }
     return Kind::kShm;
   }
-  if (std::getenv("FSDP_C_NCCL_LIBRARY") != nullptr ||
-      is_nccl(*group.process_group, device.type())) {
-    return Kind::kNccl;
-  }
+  if (is_nccl(*group.process_group, device.type())) return Kind::kNccl;
   *why_not = "the group's backend on this device is not nccl";
   return Kind::kC10d;
 }
