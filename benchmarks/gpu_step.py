@@ -5,8 +5,8 @@
     python benchmarks/gpu_step.py --device cpu   # does it run at all? 2 ranks, gloo
 
 Three GPTs in bf16 with fp32 shards: one with kernels so short that the host is the
-limit, two with long kernels. fsdp_c, FSDP1 and FSDP2 run in processes of their own,
-interleaved. Without a GPU, columns that need one are dashes.
+limit, two with long kernels. fsdp_c with both APIs, FSDP1 and FSDP2 run in processes of
+their own, interleaved. Without a GPU, columns that need one are dashes.
 
 A fake world is one process: torch's FakeProcessGroup copies locally and sends nothing.
 Shards have their real sizes, so host time, kernels, host waits and memory are those of
@@ -41,11 +41,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from fsdp_c.bench import _worker
 from fsdp_c.bench._command import machine, positive_int
-from fsdp_c.bench._implementations import FSDP1, FSDP2, OURS
+from fsdp_c.bench._implementations import FSDP1, FSDP2, OURS, OURS_FULLY
 from fsdp_c.bench._report import differences, smallest
 from fsdp_c.bench._workload import Workload
 
-IMPLEMENTATIONS = [OURS, FSDP1, FSDP2]
+IMPLEMENTATIONS = [OURS, OURS_FULLY, FSDP1, FSDP2]
 HOST_WAITS = (
     "cudaStreamSynchronize",
     "cudaDeviceSynchronize",
