@@ -46,7 +46,7 @@ SWITCHES = (
     Switch(
         "FSDP_C_NCCL_LIBRARY",
         "the loaded one, the wheel's, the system's",
-        "the file of libnccl; used for groups of any backend on a device",
+        "the file of libnccl",
     ),
     Switch(
         "FSDP_C_NCCL_SPLIT",
