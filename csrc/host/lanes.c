@@ -3,6 +3,7 @@
  * them. AVX2 with F16C gains most; AVX-512 makes rounding to bf16 a third
  * faster while the elements are in a cache.
  */
+#include <stdbool.h>
 #include <stddef.h>
 
 #include "host/elements.h"
@@ -10,6 +11,7 @@
 
 #if defined(__GNUC__) && defined(__x86_64__)
 #define IS_X86 1
+#include <cpuid.h>
 #include <immintrin.h>
 #else
 #define IS_X86 0
@@ -109,11 +111,18 @@ typedef double type_f64;
 
 #endif /* IS_X86 */
 
+#if IS_X86
+/* Not every clang knows "f16c" as a feature. */
+static bool has_f16c(void) {
+  unsigned eax, ebx, ecx, edx;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
+}
+#endif
+
 const fsdp_host_lanes *fsdp_host_priv_lanes_at(int index) {
   if (index == 0) return &table_any;
 #if IS_X86
-  if (index == 1 && __builtin_cpu_supports("avx2") &&
-      __builtin_cpu_supports("f16c")) {
+  if (index == 1 && __builtin_cpu_supports("avx2") && has_f16c()) {
     return &table_avx2;
   }
   if (index == 2 && __builtin_cpu_supports("avx512f") &&

@@ -37,7 +37,7 @@ static exchange_mode find_exchange(void) {
 }
 
 bool fsdp_nccl_relax_capture(void) {
-  static _Atomic(exchange_mode) known = NULL;
+  static _Atomic(exchange_mode) known; /* NULL at first */
   static _Thread_local bool is_relaxed = false;
   int mode = RELAXED;
   if (is_relaxed) return true;

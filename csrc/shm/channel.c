@@ -190,6 +190,7 @@ static void fill_slot(const fsdp_shm *shm, const fsdp_shm_op *op, int64_t i,
                       char *slot) {
   span bytes = part_of(op->nbytes, shm->geometry.slot_nbytes, i);
   const int32_t kind = op->descriptor.kind;
+  if (op->nbytes == 0) return; /* there may be no memory either */
   if (kind == FSDP_SHM_BROADCAST && op->descriptor.root != shm->rank) return;
   const char *from = op->output;
   if (kind == FSDP_SHM_ALL_GATHER) {
@@ -300,14 +301,15 @@ static bool copy_from(fsdp_shm *shm, fsdp_channel channel, int64_t rank) {
   fsdp_shm_reader *reader = &self->readers[rank];
   const fsdp_shm_op *op = &self->ops[self->first];
   const bool is_gather = op->descriptor.kind == FSDP_SHM_ALL_GATHER;
-  char *output = op->output + (is_gather ? rank * op->nbytes : 0);
+  const bool has_data =
+      op->nbytes > 0 && (is_gather || rank == op->descriptor.root);
   bool any = false;
   while (reader->num_read < reader->num_slots &&
          is_filled(shm, channel, rank, reader->begin + reader->num_read)) {
     const span bytes =
         part_of(op->nbytes, shm->geometry.slot_nbytes, reader->num_read);
-    if (is_gather || rank == op->descriptor.root) {
-      copy(output + bytes.begin,
+    if (has_data) {
+      copy(op->output + (is_gather ? rank * op->nbytes : 0) + bytes.begin,
            fsdp_shm_priv_slot(shm, rank, channel,
                               reader->begin + reader->num_read),
            bytes.end - bytes.begin);
@@ -342,6 +344,7 @@ static void sum_slot(fsdp_shm *shm, fsdp_channel channel, const fsdp_shm_op *op,
   const bool is_scatter = op->descriptor.kind == FSDP_SHM_REDUCE_SCATTER;
   char *own = op->output;
   span bytes;
+  if (op->nbytes == 0) return;
   if (op->is_split) {
     bytes = turn_part(shm, op, i, shm->rank);
   } else if (is_scatter) {

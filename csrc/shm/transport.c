@@ -311,7 +311,7 @@ static fsdp_status make_op(const fsdp_shm *shm, fsdp_shm_kind kind,
   if (numel < 0 || dtype.itemsize < 1) {
     return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
                      "%s (%s) of %" PRId64 " elements of %d bytes",
-                     fsdp_shm_priv_kind_name(kind),
+                     fsdp_shm_priv_kind_name((int32_t)kind),
                      label == NULL ? "no label" : label, numel, dtype.itemsize);
   }
   if (!fsdp_mul_i64(numel, dtype.itemsize, &nbytes) ||
@@ -319,7 +319,7 @@ static fsdp_status make_op(const fsdp_shm *shm, fsdp_shm_kind kind,
     return FSDP_FAIL(error, FSDP_OVERFLOW,
                      "%s (%s) of %" PRId64 " elements on %" PRId64
                      " ranks does not fit in int64",
-                     fsdp_shm_priv_kind_name(kind),
+                     fsdp_shm_priv_kind_name((int32_t)kind),
                      label == NULL ? "no label" : label, numel,
                      shm->world_size);
   }

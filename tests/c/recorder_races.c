@@ -86,9 +86,8 @@ void recorder_touch(recorder *self, int lane, const void *data, int64_t nbytes,
 static access access_of(const void *data, int64_t numel, fsdp_dtype dtype,
                         fsdp_lane lane, bool is_write) {
   const char *begin = data;
-  const int64_t nbytes = begin == NULL ? 0 : numel * dtype.itemsize;
   return (access){.begin = begin,
-                  .end = begin + nbytes,
+                  .end = begin == NULL ? NULL : begin + numel * dtype.itemsize,
                   .lane = (int)lane,
                   .is_write = is_write};
 }

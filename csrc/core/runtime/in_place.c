@@ -94,7 +94,7 @@ fsdp_status fsdp_unit_priv_share(fsdp_unit *unit, fsdp_error *error) {
                                     unit->param_nbytes, own, unit->num_segments,
                                     &unit->shared_whole, &unit->shared, error));
   for (int64_t i = 0; unit->shared != NULL && i < unit->num_segments; i++) {
-    if (own[i].nbytes == 0) continue;
+    if (own[i].nbytes == 0 || region.data == NULL) continue;
     unit->segments[i].home = (char *)region.data + own[i].offset;
   }
 done:
