@@ -33,7 +33,7 @@ LIBC = {f"{name}.h" for name in LIBC_NAMES.split()}
 # Beyond libc, by room; "*" is anything: torch's headers and the C++ library.
 SYSTEM = {
     "nccl": {"dlfcn.h", "elf.h", "link.h", "pthread.h"},
-    "host": {"immintrin.h", "sys/mman.h", "unistd.h"},
+    "host": {"cpuid.h", "immintrin.h", "sys/mman.h", "unistd.h"},
     "cuda": {"cuda_bf16.h", "cuda_fp16.h", "cuda_runtime.h"},
     "torch": {"*"},
     "python": {"Python.h", "structmember.h"},
