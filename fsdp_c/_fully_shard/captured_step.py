@@ -329,7 +329,7 @@ def capture_step(
     parallel meshes raise. The stages of a pipeline are not among them: a rank of
     another stage would wait for this one.
 
-    It ran on one H100, shared by two ranks; on several GPUs it has not run.
+    It ran on one H100 with FSDP1's API, on one and two ranks; not on several GPUs.
 
     Args:
         train_step: Takes tensors, or nested lists, tuples and dicts of them; shapes
