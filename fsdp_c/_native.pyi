@@ -393,6 +393,15 @@ def pass_messages(
 ) -> bool:
     """Pass CPU tensors through shared memory; False if that is not possible."""
 
+def deal_out(
+    costs: Sequence[int],
+    nbytes: Sequence[int],
+    *,
+    num_owners: int,
+    round_nbytes: int,
+) -> list[tuple[int, int]]:
+    """Per parameter: (owner, round)."""
+
 def copy_tensors(copies: Sequence[tuple[torch.Tensor, torch.Tensor]], /) -> None:
     """Copy the bytes of contiguous tensors, ``(source, target)`` each."""
 

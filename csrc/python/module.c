@@ -113,6 +113,11 @@ PyDoc_STRVAR(
     "(source, target) of as many bytes each, are made meanwhile. `label` is\n"
     "for errors. False if that is not possible: then nothing was done.");
 
+PyDoc_STRVAR(deal_out_doc,
+             "deal_out($module, /, costs, nbytes, *, num_owners, "
+             "round_nbytes)\n--\n\n"
+             "(owner, round) of each whole parameter. See layout/owners.h.");
+
 PyDoc_STRVAR(copy_tensors_doc,
              "copy_tensors($module, copies, /)\n--\n\n"
              "Make copies, (source, target) of as many bytes each.");
@@ -180,6 +185,8 @@ static PyMethodDef module_methods[] = {
      METH_VARARGS | METH_KEYWORDS, prepare_exchange_doc},
     {"exchange_size", (PyCFunction)(void (*)(void))fsdp_module_exchange_size,
      METH_VARARGS | METH_KEYWORDS, exchange_size_doc},
+    {"deal_out", (PyCFunction)(void (*)(void))fsdp_module_deal_out,
+     METH_VARARGS | METH_KEYWORDS, deal_out_doc},
     {"copy_tensors", fsdp_module_copy_tensors, METH_O, copy_tensors_doc},
     {"pass_messages", (PyCFunction)(void (*)(void))fsdp_module_pass_messages,
      METH_VARARGS | METH_KEYWORDS, pass_messages_doc},
