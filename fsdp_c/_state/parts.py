@@ -68,7 +68,7 @@ class Home:
     """Elements [begin, end) of a flattened parameter, and where this rank has them.
 
     Here they are alone, or in ``param`` from ``offset`` on. Checkpoints have others:
-    see fsdp_c/checkpoint/_row_parts.py.
+    see fsdp_c/_fully_shard/row_parts.py.
     """
 
     param: nn.Parameter  # what the optimizer steps: it, or the flat parameter

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fsdp_c import _native
 from fsdp_c._fully_shard.group import Group, groups_in
+from fsdp_c._fully_shard.row_parts import Rows, is_in_unit, parts_in
 from fsdp_c._state.parts import ParamPart
 from fsdp_c._units.base import ShardedModule, sharded_modules
 from fsdp_c._units.names import clean_name
@@ -17,7 +18,6 @@ from fsdp_c.checkpoint._holders import make_layout
 from fsdp_c.checkpoint._manifest import ParamSpec, SegmentSpec, UnitSpec, WholeSpec
 from fsdp_c.checkpoint._parallel_parts import with_parallel_parts
 from fsdp_c.checkpoint._ranks import Ranks
-from fsdp_c.checkpoint._row_parts import Rows, is_in_unit, parts_in
 
 _EXTRA_STATE = "_extra_state"
 

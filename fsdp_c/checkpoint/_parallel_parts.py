@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_c._fully_shard.row_parts import Rows, parts_in
 from fsdp_c._fully_shard.rows import part_of
 from fsdp_c._state.forms import Form, save_tensors
 from fsdp_c._state.optim.agreement import packed_value, unpacked_value
@@ -21,7 +22,6 @@ from fsdp_c._state.sharded_tensors import rows_of
 from fsdp_c._units.base import ShardedModule
 from fsdp_c._units.cuts import as_dtensor, row_placements
 from fsdp_c.checkpoint._ranks import Ranks
-from fsdp_c.checkpoint._row_parts import Rows, parts_in
 
 
 @dataclass(frozen=True, eq=False)
