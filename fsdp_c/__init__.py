@@ -56,6 +56,7 @@ from fsdp_c._fully_shard.module import FSDPModule, UnshardHandle
 from fsdp_c._fully_shard.offload import offload_activations
 from fsdp_c._module.sharded_module import FullyShardedDataParallel
 from fsdp_c._units.originals import FlatParameter
+from fsdp_c._whole.optimizer import WholeParameterOptimizer, whole_parameter_optimizer
 from fsdp_c.integrations import install, uninstall
 
 FSDP = FullyShardedDataParallel
@@ -119,6 +120,7 @@ __all__ = [
     "StateDictType",
     "UnitSummary",
     "UnshardHandle",
+    "WholeParameterOptimizer",
     "__version__",
     "capture_step",
     "checkpoint",
@@ -134,4 +136,5 @@ __all__ = [
     "share_comm_ctx",
     "trace",
     "uninstall",
+    "whole_parameter_optimizer",
 ]

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_c._state.optim.classes import describe_state, refusal
+from fsdp_c._fully_shard.row_parts import is_in_unit, parts_in
+from fsdp_c._state.optim.classes import describe_state, optimizer_name, refusal
 from fsdp_c._state.optim.states import OptimStates, ParamState, give_values
 from fsdp_c._state.optim.states import collect as collect_states
 from fsdp_c._state.parts import ParamPart
@@ -25,7 +26,6 @@ from fsdp_c.checkpoint._plain import encode
 from fsdp_c.checkpoint._random_states import random_states
 from fsdp_c.checkpoint._rank_entry import model_key, state_key
 from fsdp_c.checkpoint._ranks import Ranks
-from fsdp_c.checkpoint._row_parts import is_in_unit, parts_in
 from fsdp_c.checkpoint._special import make_record
 
 
@@ -200,7 +200,7 @@ def _manifest(
     optim_spec = None
     if optim is not None and states is not None:
         optim_spec = OptimSpec(
-            type(optim).__name__,
+            optimizer_name(optim),
             [
                 encode(group, f"parameter group {number}", put_tensor)
                 for number, group in enumerate(states.param_groups or [])

@@ -7,7 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_c._state.optim.classes import StateClasses, describe_state
+from fsdp_c._fully_shard.row_parts import Rows, parts_in
+from fsdp_c._state.optim.classes import (
+    StateClasses,
+    describe_state,
+    optimizer_name,
+    steps_wholes,
+)
 from fsdp_c._state.optim.groups import groups_for_optimizer
 from fsdp_c._state.optim.keys import ParamKeys, keys_of_optimizer, uses_names
 from fsdp_c._state.optim.states import ParamState, assemble
@@ -19,7 +25,6 @@ from fsdp_c.checkpoint._memory import is_direct
 from fsdp_c.checkpoint._parallel_parts import held_of_rows, rows_to_read
 from fsdp_c.checkpoint._plain import decode, tensor_keys
 from fsdp_c.checkpoint._plan import Plain, Target, find_plain, plan_target
-from fsdp_c.checkpoint._row_parts import Rows, parts_in
 from fsdp_c.checkpoint._source import Source
 from fsdp_c.checkpoint._special import SpecialState
 
@@ -91,7 +96,7 @@ class OptimLoad:
 
     def differences(self) -> list[str]:
         """Return what else a strict load refuses, as sentences."""
-        name = type(self._optim).__name__
+        name = optimizer_name(self._optim)
         if name == self._spec.name:
             return []
         return [f"the optimizer was a {self._spec.name} and is a {name} now"]
@@ -141,7 +146,13 @@ class OptimLoad:
         if state_spec.plain:
             # A rank without rows has a state, too: as all ranks have a DTensor.
             elements = (place.begin, place.end) if place.part_numel else (0, 1)
-            plain = find_plain(self._source, spec, state_spec.plain, elements)
+            plain = find_plain(
+                self._source,
+                spec,
+                state_spec.plain,
+                elements,
+                is_of_whole=steps_wholes(self._optim),
+            )
             if plain is not None:
                 self._plain[fqn] = plain
                 for key in tensor_keys(plain.values):

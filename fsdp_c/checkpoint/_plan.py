@@ -206,12 +206,14 @@ def find_plain(
     spec: ParamSpec | WholeSpec,
     keys: Sequence[str],
     elements: tuple[int, int],
+    *,
+    is_of_whole: bool,
 ) -> Plain | None:
     """Return the plain state of a parameter for a rank that holds ``elements``.
 
     It comes from the rank that saved exactly these elements. Else it comes from any
-    rank that saved some of them, if these agree and it has no tensor. Problems go to
-    the source.
+    rank that saved some of them, if these agree and it has no tensor, unless the state
+    ``is_of_whole``, whatever a rank holds of the parameter. Problems go to the source.
     """
     found: list[tuple[Plain, Held]] = []
     for held in source.holders.holders(spec.name, *elements):
@@ -233,6 +235,8 @@ def find_plain(
         values_of_rank = [plain.values[key] for plain, _ in found]
         what = f"optimizer state {key!r} of {spec.name!r}"
         if tensor_keys(values_of_rank):
+            if is_of_whole:
+                continue
             source.problems.append(
                 f"{what} is not element-wise: it was saved for elements "
                 f"[{held.part_begin}, {held.part_end}) and not for "

@@ -204,7 +204,7 @@ def _plan_part(
             key = state_key(spec.name, state[0])
             plan.add(Slot(key, begin, state[1], (end - begin,)), parts)
     if plain_keys:
-        plain = find_plain(source, spec, plain_keys, (begin, end))
+        plain = find_plain(source, spec, plain_keys, (begin, end), is_of_whole=False)
         if plain is None:
             return
         plan.plain[spec.name] = plain.values

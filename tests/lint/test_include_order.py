@@ -19,6 +19,7 @@ PYTHON_ROOMS = (
     "_state",
     "_fully_shard",
     "_module",
+    "_whole",
     *TOOLS,
     "__init__",
     "__main__",

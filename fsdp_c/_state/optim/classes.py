@@ -37,9 +37,19 @@ def class_name(tensor: Tensor) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
+def optimizer_name(optim: object) -> str:
+    """Return its class's name; of one that holds others, theirs."""
+    return getattr(optim, "held_name", type(optim).__name__)
+
+
+def steps_wholes(optim: object) -> bool:
+    """Whether state that is not element-wise is of whole parameters, sharded or not."""
+    return getattr(optim, "steps_wholes", False)
+
+
 def describe_state(optim: object, name: str, param: str) -> str:
     """Return a state's name in messages; ``param`` is that of its parameter."""
-    return f"{type(optim).__name__}'s state {name!r} of parameter {param}"
+    return f"{optimizer_name(optim)}'s state {name!r} of parameter {param}"
 
 
 def refusal(what: str, tensor: Tensor) -> str:

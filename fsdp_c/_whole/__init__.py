@@ -1,0 +1,1 @@
+"""Optimizers that need whole parameters, of models of either API."""

@@ -1,0 +1,542 @@
+"""whole_parameter_optimizer(): any optimizer on whole parameters, sharded.
+
+Note [A step of whole parameters]
+Between steps the model has parts of parameters and of gradients, as always: clipping
+and scaling take those. In step() the owner of a parameter gets its whole and its whole
+gradient, the user's own optimizer steps it there, and the parts of the new values go
+home. That is done in rounds, so that an owner has few wholes at a time; see
+csrc/core/layout/owners.h. The state of a parameter stays with its owner.
+"""
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import compress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fsdp_c._engines.optimizer_in_backward import unit_of
+from fsdp_c._fully_shard.group import groups_in
+from fsdp_c._fully_shard.row_parts import parts_in
+from fsdp_c._state.parts import ParamPart
+from fsdp_c._units.agree import on_any_rank
+from fsdp_c._units.base import sharded_modules
+from fsdp_c._whole.owned import (
+    Dealt,
+    Travelling,
+    WholeParam,
+    gather,
+    lend,
+    scatter,
+    take_back,
+)
+from fsdp_c._whole.states import load_states, save_states
+
+# What an owner steps at a time, about.
+ROUND_NBYTES = 64 * 1024 * 1024
+
+# Of a parameter, by name and unsharded shape: whether the optimizer takes it.
+Chooser = Callable[[str, torch.Size], bool]
+Chosen = Chooser | Iterable[str]
+
+
+def whole_parameter_optimizer(
+    model: nn.Module,
+    make: Callable[[list[dict[str, Any]]], Optimizer],
+    params: Chosen | Sequence[Mapping[str, Any]] | None = None,
+    *,
+    rest: Callable[[list[nn.Parameter]], Optimizer] | None = None,
+    cost: Callable[[torch.Size], int] | None = None,
+) -> "WholeParameterOptimizer":
+    """Return an optimizer that steps whole parameters, each on one rank.
+
+    For optimizers that need more of a parameter than a shard has: Muon, Shampoo,
+    Adafactor, a norm per tensor. Each parameter has one owner, over replicas too, so
+    no work is done twice; work and state are balanced over the ranks.
+
+    Call it with the same arguments on all ranks, after sharding. ``step()``,
+    ``state_dict()`` and ``load_state_dict()`` are collectives. Gradients are the
+    sharded ones, as ever: clip them, scale them, accumulate them before ``step()``.
+
+    Args:
+        model: A sharded module, of either API, or one that contains some.
+        make: Is given parameter groups, a list of dicts, and returns the optimizer over
+            them: ``lambda groups: torch.optim.Muon(groups, lr=0.02)``. A group has the
+            parameters that this rank owns, maybe none; their values are there in steps
+            only. It must not need a closure.
+        params: Which parameters: a function of name and unsharded shape, names, or
+            dicts whose "params" are one of these and that have options, as groups of
+            torch.optim. None: all that require gradients.
+        rest: Makes the optimizer of the other parameters that require gradients, of
+            which each rank steps its shards: ``lambda params: AdamW(params)``. Its
+            groups follow the others in ``param_groups``. None: they are not stepped.
+        cost: The work of a step of a parameter of this unsharded shape, in any unit, an
+            integer. None: its number of elements times the smaller of its last two
+            sizes, as of products of matrices.
+
+    Raises:
+        TypeError: ``make`` or ``rest`` returned no optimizer.
+        ValueError: Nothing in ``model`` is sharded; a name is unknown or given twice,
+            nothing is chosen, or a parameter cannot be stepped so.
+
+    Example:
+        >>> optimizer = fsdp_c.whole_parameter_optimizer(  # doctest: +SKIP
+        ...     model,
+        ...     lambda groups: torch.optim.Muon(groups, lr=0.02),
+        ...     lambda name, shape: len(shape) == 2 and "embed" not in name,
+        ...     rest=lambda params: torch.optim.AdamW(params, lr=3e-4),
+        ... )
+    """
+    _check_model(model)
+    return WholeParameterOptimizer(model, make, params, rest, cost or product_cost)
+
+
+def product_cost(shape: torch.Size) -> int:
+    """Return the work of products of a matrix with itself, or of several matrices."""
+    return shape.numel() * min(shape[-2:]) if len(shape) > 1 else shape.numel()
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a module, got {type(model).__name__}")
+    groups = groups_in(model)
+    for group in groups:
+        group.hide_kept()  # parameters are to be the sharded ones
+    units = [group.followed(name) for group, name in groups.items()]
+    units += [unit_of(module) for module in sharded_modules(model)]
+    for unit in units:
+        if unit.has_optimizer:
+            raise ValueError(
+                f"unit {unit.name!r} steps an optimizer in backward, where no "
+                "parameter is whole: leave out optimizer_in_backward"
+            )
+
+
+class WholeParameterOptimizer(Optimizer):
+    """An optimizer of whole parameters; see :func:`whole_parameter_optimizer`.
+
+    ``param_groups`` have the parameters of the model, sharded, and the options of the
+    optimizers inside, which follow them. A state dict is that of an optimizer over the
+    sharded parameters, so everything that takes one takes it.
+
+    Attributes:
+        optimizer: What ``make`` returned.
+        rest: What ``rest`` returned, or None.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make: Callable[[list[dict[str, Any]]], Optimizer],
+        params: Chosen | Sequence[Mapping[str, Any]] | None,
+        rest: Callable[[list[nn.Parameter]], Optimizer] | None,
+        cost: Callable[[torch.Size], int],
+    ) -> None:
+        self._model = model
+        parts = parts_in(model)
+        groups = _chosen_groups(parts, params)
+        chosen = [part for _, members in groups for part in members]
+        others = _others(model, parts, chosen)
+        for part in chosen:
+            _check_part(part)
+        costs = [cost(part.shape) for part in chosen]
+        self._dealt = Dealt(chosen, costs, ROUND_NBYTES)
+        of_part = {whole.part: whole for whole in self._dealt.wholes}
+        inner = [
+            {
+                **options,
+                "params": [
+                    self._dealt.shown[whole]
+                    for whole in (of_part[part] for part in members)
+                    if whole.is_mine
+                ],
+            }
+            for options, members in groups
+        ]
+        self.optimizer = _made("make", make(inner))
+        _check_step(self.optimizer)
+        self.rest = None if rest is None else _made("rest", rest(others))
+        rest_groups = [] if self.rest is None else self.rest.param_groups
+        self._is_complete = False
+        super().__init__(
+            [
+                *(
+                    {**_options(own), "params": _distinct(members)}
+                    for own, (_, members) in zip(
+                        self.optimizer.param_groups, groups, strict=True
+                    )
+                ),
+                *(
+                    {**_options(group), "params": group["params"]}
+                    for group in rest_groups
+                ),
+            ],
+            dict(self.optimizer.defaults),
+        )
+        self._is_complete = True
+
+    steps_wholes = True
+
+    @property
+    def held_name(self) -> str:
+        """The classes of the optimizers inside, for checkpoints and messages."""
+        held = [self.optimizer, *([] if self.rest is None else [self.rest])]
+        return " and ".join(type(each).__name__ for each in held)
+
+    @property
+    def owners(self) -> dict[str, int]:
+        """The owner of each parameter, by name: its rank in the parameter's grid.
+
+        That is ``replica * shards + shard``: the rank, in a model that is sharded over
+        all ranks.
+        """
+        return {
+            whole.part.fqn: whole.replica_rank * whole.grid.num_shards
+            + whole.shard_rank
+            for whole in self._dealt.wholes
+        }
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse ``param_group``: owners are chosen once, over all parameters.
+
+        Raises:
+            ValueError: The optimizer is complete.
+        """
+        if getattr(self, "_is_complete", False):
+            raise ValueError(
+                "a whole_parameter_optimizer takes no further parameter group: its "
+                "owners are chosen once. Pass all groups when it is made"
+            )
+        super().add_param_group(param_group)
+
+    # Steps --------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step all parameters that have a gradient. Collective.
+
+        ``closure``, if given, runs the model before; what it returns is returned.
+
+        Raises:
+            RuntimeError: The optimizer failed on this rank, or a gradient on some rank
+                cannot be stepped; the message says which.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        stepped = self._with_gradients()
+        self._pass_options_on()
+        before = [_options(group) for group in self.optimizer.param_groups]
+        failure: RuntimeError | None = None
+        for number in range(self._dealt.num_rounds):
+            # An optimizer that counts steps in its groups counts one.
+            for group, options in zip(self.optimizer.param_groups, before, strict=True):
+                group.update(options)
+            error = self._step_round([each for each in stepped if each.round == number])
+            failure = failure or error
+        if failure is not None:
+            raise failure  # not before: the other ranks wait in the rounds
+        if self.rest is not None:
+            self.rest.step()
+        self._take_options_back()
+        self._mark_begun()
+        return loss
+
+    def _step_round(self, members: Sequence[WholeParam]) -> RuntimeError | None:
+        """Step parameters; return what the optimizer raised, if it did."""
+        self._lend(members)
+        failure = None
+        mine = [each for each in members if each.is_mine]
+        try:
+            self.optimizer.step()
+        except Exception as error:
+            names = ", ".join(repr(each.part.fqn) for each in mine) or "none"
+            failure = RuntimeError(
+                f"{type(self.optimizer).__name__} failed on rank {dist.get_rank()}, "
+                f"which stepped the parameters {names}: {error}"
+            )
+            failure.__cause__ = error
+        travelling = []
+        for each in members:
+            own = self._dealt.shown[each].detach().reshape(-1) if each.is_mine else None
+            travelling.append(Travelling(each, own, each.part.param.dtype))
+        parts = scatter(travelling, "whole parameters")
+        for each, part in zip(members, parts, strict=True):
+            each.put(part)
+        for each in mine:
+            take_back(self._dealt.shown[each], each)
+        return failure
+
+    def _lend(self, members: Sequence[WholeParam]) -> None:
+        """Let those that this rank owns show their values and gradients."""
+        travelling = []
+        for each in members:
+            dtype = each.part.param.dtype
+            travelling.append(Travelling(each, each.part.home.values(), dtype))
+            travelling.append(Travelling(each, _gradient(each), dtype))
+        arrived = gather(travelling, "whole parameters and gradients")
+        for each, value, grad in zip(members, arrived[::2], arrived[1::2], strict=True):
+            if value is not None and grad is not None:
+                lend(self._dealt.shown[each], each, value, grad)
+
+    def _with_gradients(self) -> list[WholeParam]:
+        """Return the parameters that have a gradient on any rank; the same on all."""
+        found: list[WholeParam] = []
+        problem: str | None = None
+        for grid in self._dealt.grids:
+            members = [whole for whole in self._dealt.wholes if whole.grid is grid]
+            has_grad = [whole.part.param.grad is not None for whole in members]
+            its_problem = next(filter(None, map(_problem, members)), None)
+            problem = problem or its_problem
+            flags = [*has_grad, its_problem is not None]
+            for group in grid.groups:
+                what = "agreement on gradients of whole parameters"
+                flags = on_any_rank(flags, group, grid.device, what)
+            if flags[-1] and problem is None:
+                problem = "another rank cannot step a gradient: see its error"
+            found += compress(members, flags)  # the last flag is no member's
+        if problem is not None:
+            raise RuntimeError(problem)
+        order = {whole: number for number, whole in enumerate(self._dealt.wholes)}
+        return sorted(found, key=order.__getitem__)
+
+    # Options -----------------------------------------------------------------
+
+    def _inside(self) -> list[dict[str, Any]]:
+        """Return the groups inside, in the order of ``param_groups``."""
+        rest = [] if self.rest is None else self.rest.param_groups
+        return [*self.optimizer.param_groups, *rest]
+
+    def _pass_options_on(self) -> None:
+        for group, inside in zip(self.param_groups, self._inside(), strict=True):
+            inside.update(_options(group))
+
+    def _take_options_back(self) -> None:
+        for group, inside in zip(self.param_groups, self._inside(), strict=True):
+            group.update(_options(inside))
+
+    def _mark_begun(self) -> None:
+        """Have state: torch.distributed.checkpoint steps an optimizer without any."""
+        for group in self.param_groups[: len(self.optimizer.param_groups)]:
+            for param in group["params"]:
+                self.state[param]  # a defaultdict
+        self._share_rest()
+
+    def _share_rest(self) -> None:
+        """Have the state of the rest, too, the very dicts."""
+        if self.rest is not None:
+            for param, state in self.rest.state.items():
+                self.state[param] = state
+
+    # State dicts ---------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state dict of the sharded parameters. Collective.
+
+        State with one value per element is cut as its parameter is. Other state is
+        whole, on each rank that has elements of the parameter.
+        """
+        self._share_rest()
+        own = save_states(self._model, self.optimizer, self._dealt, self._whole_groups)
+        kept = self.state
+        self.state = defaultdict(dict, {k: v for k, v in kept.items() if v})
+        for param, state in own.items():
+            self.state[param] = state
+        try:
+            result: dict[str, Any] = super().state_dict()
+        finally:
+            self.state = kept
+        return result
+
+    @property
+    def _whole_groups(self) -> list[dict[str, Any]]:
+        return self.param_groups[: len(self.optimizer.param_groups)]
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a ``state_dict`` such as :meth:`state_dict` gives. Collective.
+
+        Tensors keep their dtypes.
+        """
+        super().load_state_dict({**state_dict, "state": {}})
+        # A state dict may name its parameters as it likes, as torch.optim's may.
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        position = {key: number for number, key in enumerate(keys)}
+        given = {
+            position[key]: value
+            for key, value in state_dict["state"].items()
+            if key in position
+        }
+        num_shown = sum(len(group["params"]) for group in self._whole_groups)
+        load_states(
+            self._model,
+            self.optimizer,
+            self._dealt,
+            self._whole_groups,
+            {key: value for key, value in given.items() if key < num_shown},
+        )
+        if self.rest is not None:
+            inside = self.rest.state_dict()
+            self.rest.load_state_dict(
+                {
+                    **inside,
+                    "state": {
+                        key - num_shown: value
+                        for key, value in given.items()
+                        if key >= num_shown
+                    },
+                }
+            )
+        self._pass_options_on()
+        if given:
+            self._mark_begun()
+
+
+def _made(argument: str, optimizer: Any) -> Optimizer:
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"{argument} must return a torch.optim.Optimizer over what it is given, "
+            f"got {type(optimizer).__name__}"
+        )
+    return optimizer
+
+
+def _check_step(optimizer: Optimizer) -> None:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"{type(optimizer).__name__}.step() needs a closure, which would run the "
+            "model in the middle of a round: use an optimizer that steps gradients "
+            "which are there"
+        )
+
+
+def _chosen_groups(
+    parts: Mapping[str, ParamPart], params: Any
+) -> list[tuple[dict[str, Any], list[ParamPart]]]:
+    """Return options and members of each group, of what the user asked for."""
+    by_name = {name: part for part in parts.values() for name in part.names}
+    asked: list[Any] = [params]
+    if isinstance(params, Sequence) and any(isinstance(p, Mapping) for p in params):
+        asked = list(params)
+    groups = []
+    taken: set[ParamPart] = set()
+    for each in asked:
+        is_group = isinstance(each, Mapping)
+        options = {k: v for k, v in each.items() if k != "params"} if is_group else {}
+        members = _chosen(by_name, parts, each["params"] if is_group else each)
+        for part in members:
+            if part in taken:
+                raise ValueError(f"parameter {part.fqn!r} is chosen twice")
+            taken.add(part)
+        groups.append((options, members))
+    if not taken:
+        raise ValueError(
+            "no parameter is chosen: the model has "
+            + ", ".join(f"{n!r} {tuple(p.shape)}" for n, p in list(parts.items())[:5])
+        )
+    return groups
+
+
+def _chosen(
+    by_name: Mapping[str, ParamPart], parts: Mapping[str, ParamPart], asked: Any
+) -> list[ParamPart]:
+    if asked is None:
+        return [part for part in parts.values() if part.param.requires_grad]
+    if callable(asked):
+        return [
+            part
+            for name, part in parts.items()
+            if part.param.requires_grad and asked(name, part.shape)
+        ]
+    found = []
+    for name in asked:
+        if not isinstance(name, str):
+            raise TypeError(
+                "params must be a function of name and shape, names, or groups with "
+                f"these, got {type(name).__name__}: a parameter of a sharded model is "
+                "a part, which has no name of its own"
+            )
+        if name not in by_name:
+            raise ValueError(f"the model has no parameter {name!r}")
+        found.append(by_name[name])
+    return found
+
+
+def _others(
+    model: nn.Module, parts: Mapping[str, ParamPart], chosen: Sequence[ParamPart]
+) -> list[nn.Parameter]:
+    """Return the model's other parameters that are trained.
+
+    Raises:
+        ValueError: A flat parameter has both kinds.
+    """
+    taken = {part.param for part in chosen}
+    for part in parts.values():
+        if part.param in taken and part not in chosen:
+            raise ValueError(
+                f"parameter {part.fqn!r} is not chosen, and lies in a flat parameter "
+                "with others that are: wrap with use_orig_params=True, or choose all"
+            )
+    return [
+        param
+        for param in model.parameters()
+        if param.requires_grad and param not in taken
+    ]
+
+
+def _check_part(part: ParamPart) -> None:
+    what = f"parameter {part.fqn!r}"
+    if part.cut is not None:
+        raise ValueError(
+            f"{what} is a tensor parallel DTensor of FullyShardedDataParallel, of "
+            "which no rank can have the whole: use fully_shard(), or another optimizer "
+            "for it"
+        )
+    if part.home.opaque is not None:
+        raise ValueError(
+            f"{what} is a {type(part.home.opaque).__name__}, whose values cannot be "
+            "moved: choose other parameters"
+        )
+
+
+def _problem(whole: WholeParam) -> str | None:
+    """Return why a gradient cannot be stepped, or None."""
+    param = whole.part.param
+    grad = param.grad
+    if grad is None:
+        return None
+    if grad.layout is not torch.strided:
+        return (
+            f"the gradient of {whole.part.fqn!r} is sparse, which cannot be whole on "
+            "another rank: leave the parameter to an optimizer of its own"
+        )
+    if grad.dtype != param.dtype:
+        return (
+            f"the gradient of {whole.part.fqn!r} is {grad.dtype} and the parameter "
+            f"{param.dtype}: unset keep_low_precision_grads"
+        )
+    return None
+
+
+def _gradient(whole: WholeParam) -> Tensor:
+    """Return this rank's part of the gradient, 1-D; zeros where it has none."""
+    home = whole.part.home
+    grad = home.param.grad
+    if grad is None:
+        return torch.zeros_like(home.values())
+    return home.part_in(grad.detach())
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    left_out = ("params", "param_names")
+    return {key: value for key, value in group.items() if key not in left_out}
+
+
+def _distinct(members: Sequence[ParamPart]) -> list[nn.Parameter]:
+    return list(dict.fromkeys(part.param for part in members))

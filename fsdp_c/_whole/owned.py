@@ -1,0 +1,306 @@
+"""Whole parameters: the rank that owns each, and the way there and back.
+
+Note [Grids]
+The ranks that have a parameter are a grid: those of a row shard it, those of a column
+have the same part. An owner is one rank of the grid. A whole comes together in the
+owner's row; what goes back is cut in the owner's row, and then each rank there passes
+its part on along its column. So replicas do nothing twice.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from fsdp_c._fully_shard.row_parts import GroupRows
+from fsdp_c._native import Placement, deal_out
+from fsdp_c._state.exchange import Move, exchange_in
+from fsdp_c._state.parts import ParamPart, Spread
+from fsdp_c._units.failures import naming_ranks
+
+
+class Grid(NamedTuple):
+    """The ranks that have a parameter; see Note [Grids]."""
+
+    shard_group: ProcessGroup | None  # None: each rank of the row has the whole
+    replica_group: ProcessGroup | None  # None: there is one row
+    device: torch.device  # of the collectives
+
+    @classmethod
+    def of(cls, part: ParamPart) -> "Grid":
+        """Return the grid of a parameter; this rank alone, if it is in no unit."""
+        if isinstance(part.home, GroupRows):
+            arguments = part.home.owner.arguments
+            data = arguments.data
+            shards, replicas = data.shard_group, data.replica_group
+            device = arguments.device
+        elif part.module is not None:
+            groups = part.module._sharded.groups
+            shards, replicas = groups.shard_group, groups.replica_group
+            device = part.module.compute_device
+        else:
+            shards = replicas = None
+            device = part.param.device
+        return cls(
+            None if shards is None or shards.size() == 1 else shards,
+            None if replicas is None or replicas.size() == 1 else replicas,
+            device,
+        )
+
+    @property
+    def num_shards(self) -> int:
+        return 1 if self.shard_group is None else self.shard_group.size()
+
+    @property
+    def shard_rank(self) -> int:
+        return 0 if self.shard_group is None else self.shard_group.rank()
+
+    @property
+    def num_replicas(self) -> int:
+        return 1 if self.replica_group is None else self.replica_group.size()
+
+    @property
+    def replica_rank(self) -> int:
+        return 0 if self.replica_group is None else self.replica_group.rank()
+
+    @property
+    def groups(self) -> list[ProcessGroup]:
+        """The groups over which all of its ranks hear of each other, in this order."""
+        groups = (self.replica_group, self.shard_group)
+        return [group for group in groups if group is not None]
+
+
+@dataclass(frozen=True, eq=False)
+class WholeParam:
+    """A parameter that one rank of its grid steps as a whole.
+
+    ``shard_rank`` and ``replica_rank`` are the owner's in the grid; ``round`` says
+    when it steps: see csrc/core/layout/owners.h.
+    """
+
+    part: ParamPart
+    grid: Grid
+    shard_rank: int
+    replica_rank: int
+    round: int
+
+    @property
+    def is_in_my_row(self) -> bool:
+        return self.replica_rank == self.grid.replica_rank
+
+    @property
+    def is_mine(self) -> bool:
+        return self.is_in_my_row and self.shard_rank == self.grid.shard_rank
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.part.shape
+
+    @cached_property
+    def _spread(self) -> Spread:
+        part = self.part
+        if isinstance(part.home, GroupRows):
+            return Spread([part.shape], None, self.grid.num_shards)
+        return part.spread
+
+    @property
+    def position(self) -> int:
+        """Which parameter of its placements it is."""
+        return 0 if isinstance(self.part.home, GroupRows) else self.part.index
+
+    @property
+    def sharded(self) -> Placement:
+        """Where the parts lie in a row of the grid."""
+        if isinstance(self.part.home, GroupRows):
+            return self._spread.rows(0)
+        return self._spread.sharded(self.part.index)
+
+    @property
+    def owned(self) -> Placement:
+        """The whole, on the owner's rank of its row."""
+        return self._spread.whole(self.shard_rank, self.shard_rank + 1)
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank is the first of its row that has elements."""
+        place, index = self.sharded, self.position
+        ranks = range(self.grid.shard_rank)
+        mine = place.numel(index, self.grid.shard_rank) > 0
+        return mine and not any(place.numel(index, rank) for rank in ranks)
+
+    def put(self, values: Tensor) -> None:
+        """Copy this rank's elements into place. Collective where they are no rows."""
+        home = self.part.home
+        if home.memory is None:
+            home.put(values)
+        else:
+            here = home.values()
+            if here.data_ptr() != values.data_ptr():
+                here.copy_(values)
+
+
+# A parameter, and 1-D values of it: this rank's part, or the whole. None for nothing.
+class Travelling(NamedTuple):
+    whole: WholeParam
+    values: Tensor | None
+    dtype: torch.dtype
+
+
+class Dealt:
+    """All parameters of an optimizer, with their owners; the same on all ranks.
+
+    Those of a grid are dealt out together.
+
+    Attributes:
+        wholes: In the order of ``parts``.
+        grids: Theirs.
+        shown: Of those that this rank owns: what its optimizer steps. Without memory,
+            but in a step.
+        num_rounds: Of a step.
+    """
+
+    def __init__(
+        self, parts: Sequence[ParamPart], costs: Sequence[int], round_nbytes: int
+    ) -> None:
+        of_grid: dict[Grid, list[int]] = {}
+        for index, part in enumerate(parts):
+            of_grid.setdefault(Grid.of(part), []).append(index)
+        dealt: dict[int, WholeParam] = {}
+        for grid, members in of_grid.items():
+            deals = deal_out(
+                [costs[i] for i in members],
+                [parts[i].shape.numel() * parts[i].param.itemsize for i in members],
+                num_owners=grid.num_shards * grid.num_replicas,
+                round_nbytes=round_nbytes,
+            )
+            for index, (owner, number) in zip(members, deals, strict=True):
+                row, column = divmod(owner, grid.num_shards)
+                dealt[index] = WholeParam(parts[index], grid, column, row, number)
+        self.wholes = [dealt[index] for index in range(len(parts))]
+        self.grids = list(of_grid)
+        self.shown = {each: _placeholder(each) for each in self.wholes if each.is_mine}
+        self.num_rounds = 1 + max((each.round for each in self.wholes), default=0)
+
+    def reports(
+        self, mine: Callable[[int, WholeParam], dict[str, Any] | None]
+    ) -> list[dict[str, Any]]:
+        """Return what the ranks report of each parameter. Collective.
+
+        ``mine`` returns this rank's, None if another one of the grid reports.
+        """
+        known: dict[Grid, dict[int, dict[str, Any]]] = {g: {} for g in self.grids}
+        for index, whole in enumerate(self.wholes):
+            report = mine(index, whole)
+            if report is not None:
+                known[whole.grid][index] = report
+        merged: dict[int, dict[str, Any]] = {}
+        for grid, own in known.items():
+            its = own
+            for group in grid.groups:
+                gathered: list[dict[int, dict[str, Any]]] = [{}] * group.size()
+                with naming_ranks(group, "comparison of optimizer states"):
+                    dist.all_gather_object(gathered, its, group=group)
+                its = {i: report for each in gathered for i, report in each.items()}
+            merged.update(its)
+        return [merged.get(index, {}) for index in range(len(self.wholes))]
+
+
+def gather(travelling: Sequence[Travelling], what: str) -> list[Tensor | None]:
+    """Return the wholes of parts, 1-D, of the parameters that this rank owns.
+
+    All ranks must call it with the same parameters. A whole may be the part itself.
+    """
+    results: list[Tensor | None] = [None] * len(travelling)
+    rows: dict[Grid, list[int]] = {}
+    for index, (whole, values, _) in enumerate(travelling):
+        if whole.grid.shard_group is not None:
+            if whole.is_in_my_row:
+                rows.setdefault(whole.grid, []).append(index)
+        elif whole.is_mine:
+            results[index] = values
+    for grid, members in rows.items():
+        moves = [
+            Move(values, dtype, whole.position, whole.sharded, whole.owned)
+            for whole, values, dtype in (travelling[i] for i in members)
+        ]
+        assert grid.shard_group is not None
+        arrived = exchange_in(grid.shard_group, grid.device, moves, f"gather of {what}")
+        for index, values in zip(members, arrived, strict=True):
+            if travelling[index].whole.is_mine:
+                results[index] = values
+    return results
+
+
+def scatter(travelling: Sequence[Travelling], what: str) -> list[Tensor]:
+    """Return this rank's parts of wholes, 1-D, which their owners have.
+
+    All ranks must call it with the same parameters. A part may be the whole itself.
+    """
+    parts: list[Tensor | None] = [None] * len(travelling)
+    rows: dict[Grid, list[int]] = {}
+    columns: dict[Grid, list[int]] = {}
+    for index, (whole, values, _) in enumerate(travelling):
+        if whole.grid.replica_group is not None:
+            columns.setdefault(whole.grid, []).append(index)
+        if whole.grid.shard_group is not None:
+            if whole.is_in_my_row:
+                rows.setdefault(whole.grid, []).append(index)
+        elif whole.is_mine:
+            parts[index] = values
+    label = f"scatter of {what}"
+    for grid, members in rows.items():
+        moves = [
+            Move(values, dtype, whole.position, whole.owned, whole.sharded)
+            for whole, values, dtype in (travelling[i] for i in members)
+        ]
+        assert grid.shard_group is not None
+        arrived = exchange_in(grid.shard_group, grid.device, moves, label)
+        for index, part in zip(members, arrived, strict=True):
+            parts[index] = part
+    for grid, members in columns.items():
+        assert grid.replica_group is not None
+        moves = []
+        for index in members:
+            whole, numel = travelling[index].whole, travelling[index].whole.part
+            sender, size = whole.replica_rank, grid.num_replicas
+            held = Placement.on_ranks([numel.part_numel], sender, sender + 1)
+            needed = Placement.on_ranks([numel.part_numel], 0, size)
+            moves.append(Move(parts[index], travelling[index].dtype, 0, held, needed))
+        arrived = exchange_in(grid.replica_group, grid.device, moves, label)
+        for index, part in zip(members, arrived, strict=True):
+            parts[index] = part
+    return [part for part in parts if part is not None]
+
+
+def _placeholder(whole: WholeParam) -> nn.Parameter:
+    return nn.Parameter(_without_memory(whole))
+
+
+def _without_memory(whole: WholeParam) -> Tensor:
+    """Return a tensor of the whole's shape that takes no memory.
+
+    Its values are NaN, so that an optimizer that reads them too early is not wrong
+    without a word.
+    """
+    param = whole.part.param
+    fill = float("nan") if param.dtype.is_floating_point else 0
+    one = torch.full((1,), fill, dtype=param.dtype, device=param.device)
+    return one.expand(whole.shape.numel()).view(whole.shape)
+
+
+def lend(shown: nn.Parameter, whole: WholeParam, values: Tensor, grad: Tensor) -> None:
+    """Let a placeholder show the whole and its gradient, which come 1-D."""
+    device = whole.part.param.device
+    shown.data = values.view(whole.shape).to(device)
+    shown.grad = grad.view(whole.shape).to(device)
+
+
+def take_back(shown: nn.Parameter, whole: WholeParam) -> None:
+    """Let a placeholder have no memory again."""
+    shown.grad = None
+    shown.data = _without_memory(whole)

@@ -1,0 +1,169 @@
+"""The state of whole parameters, from their owners to where the parts are, and back.
+
+State with one value per element travels as the parameter does; everything else, such as
+step counters and factors, is told to all ranks. So a state dict looks like that of an
+optimizer over the sharded parameters, and takes the same ways into files.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fsdp_c._fully_shard.row_parts import Rows, parts_in
+from fsdp_c._state.optim.agreement import packed_value, unpacked_value
+from fsdp_c._state.optim.classes import describe_state, special_tensor, values_of
+from fsdp_c._state.optim.keys import keys_of_input
+from fsdp_c._state.optim.states import ParamState, assemble
+from fsdp_c._state.optim.states import collect as collect_states
+from fsdp_c._whole.owned import Dealt, Travelling, WholeParam, gather, scatter
+
+# What is told of a state, by its name: its dtype if it has one value per element, else
+# None and its value.
+_Report = dict[str, tuple[torch.dtype | None, Any]]
+
+
+def save_states(
+    model: nn.Module,
+    optimizer: Optimizer,
+    dealt: Dealt,
+    groups: Sequence[Mapping[str, Any]],
+) -> dict[nn.Parameter, dict[str, Any]]:
+    """Return the state of the sharded parameters. Collective.
+
+    ``optimizer`` is this rank's, of wholes; ``groups`` are those of sharded parameters.
+    """
+
+    def report(_: int, whole: WholeParam) -> _Report | None:
+        if not whole.is_mine:
+            return None
+        return _report(whole, optimizer.state.get(dealt.shown[whole], {}))
+
+    reports = dealt.reports(report)
+    states = {
+        whole.part.fqn: ParamState(whole.part, has_state=_has_state(whole, its))
+        for whole, its in zip(dealt.wholes, reports, strict=True)
+    }
+    for number in range(dealt.num_rounds):
+        names: list[str] = []
+        travelling: list[Travelling] = []
+        for whole, its in zip(dealt.wholes, reports, strict=True):
+            for name, (dtype, value) in its.items() if whole.round == number else ():
+                if dtype is None:
+                    states[whole.part.fqn].plain[name] = unpacked_value(value)
+                    continue
+                own = None
+                if whole.is_mine:
+                    own = _values(optimizer, name, whole, dealt.shown[whole])
+                names.append(name)
+                travelling.append(Travelling(whole, own, dtype))
+        parts = scatter(travelling, "optimizer states")
+        for name, (whole, _, _), part in zip(names, travelling, parts, strict=True):
+            # The owner goes on with its own.
+            is_own = whole.is_mine and whole.grid.shard_group is None
+            device = whole.part.param.device
+            states[whole.part.fqn].sharded[name] = part.to(device, copy=is_own)
+    keys = keys_of_input(model, groups).with_parts(parts_in(model))
+    assembled = assemble(keys, states)
+    return {keys.param_of_key[key]: state for key, state in assembled.items()}
+
+
+def _values(
+    optimizer: Optimizer, name: str, whole: WholeParam, shown: nn.Parameter
+) -> Tensor:
+    own: Tensor = optimizer.state[shown][name]
+    if special_tensor(own) is not None:
+        own = values_of(describe_state(optimizer, name, repr(whole.part.fqn)), own)
+    return own.detach().reshape(-1)
+
+
+def _report(whole: WholeParam, state: Mapping[str, Any]) -> _Report:
+    report: _Report = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.shape == whole.shape and value.dim() > 0:
+            report[name] = value.dtype, None
+        else:
+            report[name] = None, packed_value(value)
+    return report
+
+
+def _has_state(whole: WholeParam, report: Mapping[str, Any]) -> bool:
+    """Whether an optimizer over the parts had state for this rank's part."""
+    part = whole.part
+    return bool(report) and (
+        part.is_flat
+        or part.part_numel > 0
+        or part.shard_group is None
+        or isinstance(part.home, Rows)
+    )
+
+
+def load_states(
+    model: nn.Module,
+    optimizer: Optimizer,
+    dealt: Dealt,
+    groups: Sequence[Mapping[str, Any]],
+    given: Mapping[int, Mapping[str, Any]],
+) -> None:
+    """Load the state of the sharded parameters into the owners' optimizers. Collective.
+
+    ``given`` is by position in ``groups``; else as :func:`save_states`.
+    """
+    states = collect_states(
+        model,
+        optimizer,
+        parts=parts_in(model),
+        state_dict={"state": given},
+        keys=keys_of_input(model, groups),
+    ).states
+
+    def report(_: int, whole: WholeParam) -> _Report | None:
+        if not whole.is_leader:
+            return None
+        state = states[whole.part.fqn]
+        return {
+            **{name: (each.dtype, None) for name, each in state.sharded.items()},
+            **{name: (None, packed_value(v)) for name, v in state.plain.items()},
+        }
+
+    reports = dealt.reports(report)
+    loaded: dict[nn.Parameter, dict[str, Any]] = {p: {} for p in dealt.shown.values()}
+    for number in range(dealt.num_rounds):
+        names: list[str] = []
+        travelling: list[Travelling] = []
+        for whole, its in zip(dealt.wholes, reports, strict=True):
+            for name, (dtype, value) in its.items() if whole.round == number else ():
+                if dtype is not None:
+                    own = states[whole.part.fqn].sharded.get(name)
+                    names.append(name)
+                    travelling.append(Travelling(whole, own, dtype))
+                elif whole.is_mine:
+                    loaded[dealt.shown[whole]][name] = unpacked_value(value)
+        wholes = gather(travelling, "optimizer states")
+        for name, (whole, _, _), values in zip(names, travelling, wholes, strict=True):
+            if values is not None:
+                is_own = whole.grid.shard_group is None
+                own = values.to(whole.part.param.device, copy=is_own)
+                loaded[dealt.shown[whole]][name] = own.view(whole.shape)
+    _install(optimizer, loaded)
+
+
+def _install(
+    optimizer: Optimizer, loaded: Mapping[nn.Parameter, dict[str, Any]]
+) -> None:
+    """Load the states, which keep their dtypes."""
+    state_dict = optimizer.state_dict()
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    state_dict["state"] = {
+        key: loaded[param] for key, param in enumerate(params) if loaded[param]
+    }
+    optimizer.load_state_dict(state_dict)
+    for param, state in loaded.items():
+        own = optimizer.state[param] if state else {}
+        for name, value in state.items():
+            if name == "step" or not isinstance(value, Tensor):
+                continue  # torch.optim decides what a step is
+            if own[name].dtype != value.dtype:
+                own[name] = value.to(own[name].device)

@@ -1,0 +1,81 @@
+"""Optimizers whose step of a part is not a part of their step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class Shampoo(Optimizer):
+    """Factors of the gradient's sums over either dimension, as Shampoo's."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Step each matrix; other shapes as SGD does."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                state["step"] = state.get("step", 0) + 1
+                change = param.grad
+                for dim in range(param.dim()) if param.dim() == 2 else ():
+                    flat = param.grad if dim == 0 else param.grad.T
+                    name = f"factor_{dim}"
+                    state[name] = state.get(name, 0) + flat @ flat.T
+                    change = _inverse_root(state[name], change, dim)
+                param.add_(change, alpha=-group["lr"])
+
+
+def _inverse_root(factor: Tensor, change: Tensor, dim: int) -> Tensor:
+    values, vectors = torch.linalg.eigh(factor + 1e-4 * torch.eye(len(factor)))
+    root = vectors @ torch.diag(values.clamp_min(1e-6) ** -0.25) @ vectors.T
+    return root @ change if dim == 0 else change @ root
+
+
+class TensorNorm(Optimizer):
+    """SGD with momentum whose step has the norm of its tensor; counts steps."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr, "num_steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Step each tensor."""
+        for group in self.param_groups:
+            group["num_steps"] += 1
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if "momentum" not in state:
+                    state["momentum"] = torch.zeros_like(param, dtype=torch.float64)
+                state["momentum"].mul_(0.9).add_(param.grad)
+                step = state["momentum"].to(param.dtype)
+                scale = group["lr"] / group["num_steps"] * (param.norm() + 1)
+                param.sub_(step / (step.norm() + 1e-6) * scale)
+
+
+def sgd(params: Any) -> Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def adafactor(params: Any) -> Optimizer:
+    return torch.optim.Adafactor(params, lr=0.05)
+
+
+def muon(params: Any) -> Optimizer:
+    return torch.optim.Muon(params, lr=0.05, weight_decay=0.1)
+
+
+ANY_SHAPE: dict[str, Callable[[Any], Optimizer]] = {
+    "sgd": sgd,
+    "adafactor": adafactor,
+    "shampoo": Shampoo,
+    "norm": TensorNorm,
+}
