@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from fsdp_c import _native
 from fsdp_c._fully_shard.either import engines_in, units_in
 from fsdp_c._fully_shard.offload import is_offloading
+from fsdp_c._state.optim.classes import steps_wholes
 from fsdp_c._torch_compat import local_tensor
 
 
@@ -53,6 +54,11 @@ def check_optimizer(optimizer: Optimizer, device: torch.device) -> None:
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
+        )
+    if steps_wholes(optimizer):
+        raise RuntimeError(
+            "a whole_parameter_optimizer moves parameters between ranks from the host, "
+            "which a graph cannot repeat: train without capture_step"
         )
     name = type(optimizer).__name__
     for group in optimizer.param_groups:

@@ -187,16 +187,15 @@ class Dealt:
         self.num_rounds = 1 + max((each.round for each in self.wholes), default=0)
 
     def reports(
-        self, mine: Callable[[int, WholeParam], dict[str, Any] | None]
+        self, mine: Callable[[WholeParam], dict[str, Any]]
     ) -> list[dict[str, Any]]:
         """Return what the ranks report of each parameter. Collective.
 
-        ``mine`` returns this rank's, None if another one of the grid reports.
+        ``mine`` returns this rank's report, empty if another one of the grid reports.
         """
         known: dict[Grid, dict[int, dict[str, Any]]] = {g: {} for g in self.grids}
         for index, whole in enumerate(self.wholes):
-            report = mine(index, whole)
-            if report is not None:
+            if report := mine(whole):
                 known[whole.grid][index] = report
         merged: dict[int, dict[str, Any]] = {}
         for grid, own in known.items():

@@ -5,7 +5,7 @@ step counters and factors, is told to all ranks. So a state dict looks like that
 optimizer over the sharded parameters, and takes the same ways into files.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +20,8 @@ from fsdp_c._state.optim.states import ParamState, assemble
 from fsdp_c._state.optim.states import collect as collect_states
 from fsdp_c._whole.owned import Dealt, Travelling, WholeParam, gather, scatter
 
-# What is told of a state, by its name: its dtype if it has one value per element, else
-# None and its value.
-_Report = dict[str, tuple[torch.dtype | None, Any]]
+# By name: the dtype of state with one value per element; None: it is something else.
+_Kinds = dict[str, torch.dtype | None]
 
 
 def save_states(
@@ -36,29 +35,33 @@ def save_states(
     ``optimizer`` is this rank's, of wholes; ``groups`` are those of sharded parameters.
     """
 
-    def report(_: int, whole: WholeParam) -> _Report | None:
-        if not whole.is_mine:
-            return None
-        return _report(whole, optimizer.state.get(dealt.shown[whole], {}))
+    def state_of(whole: WholeParam) -> Mapping[str, Any]:
+        return optimizer.state.get(dealt.shown[whole], {}) if whole.is_mine else {}
 
-    reports = dealt.reports(report)
+    kinds, plain = _agree(
+        dealt,
+        lambda whole: {n: _dtype(whole, v) for n, v in state_of(whole).items()},
+        lambda whole, name: state_of(whole)[name],
+    )
     states = {
-        whole.part.fqn: ParamState(whole.part, has_state=_has_state(whole, its))
-        for whole, its in zip(dealt.wholes, reports, strict=True)
+        whole.part.fqn: ParamState(
+            whole.part,
+            plain={name: unpacked_value(value) for name, value in values.items()},
+            has_state=_has_state(whole, its),
+        )
+        for whole, its, values in zip(dealt.wholes, kinds, plain, strict=True)
     }
     for number in range(dealt.num_rounds):
         names: list[str] = []
         travelling: list[Travelling] = []
-        for whole, its in zip(dealt.wholes, reports, strict=True):
-            for name, (dtype, value) in its.items() if whole.round == number else ():
-                if dtype is None:
-                    states[whole.part.fqn].plain[name] = unpacked_value(value)
-                    continue
-                own = None
-                if whole.is_mine:
-                    own = _values(optimizer, name, whole, dealt.shown[whole])
-                names.append(name)
-                travelling.append(Travelling(whole, own, dtype))
+        for whole, its in zip(dealt.wholes, kinds, strict=True):
+            for name, dtype in its.items() if whole.round == number else ():
+                if dtype is not None:
+                    own = None
+                    if whole.is_mine:
+                        own = _values(optimizer, name, whole, dealt.shown[whole])
+                    names.append(name)
+                    travelling.append(Travelling(whole, own, dtype))
         parts = scatter(travelling, "optimizer states")
         for name, (whole, _, _), part in zip(names, travelling, parts, strict=True):
             # The owner goes on with its own.
@@ -79,20 +82,39 @@ def _values(
     return own.detach().reshape(-1)
 
 
-def _report(whole: WholeParam, state: Mapping[str, Any]) -> _Report:
-    report: _Report = {}
-    for name, value in state.items():
-        if isinstance(value, Tensor) and value.shape == whole.shape and value.dim() > 0:
-            report[name] = value.dtype, None
-        else:
-            report[name] = None, packed_value(value)
-    return report
+def _dtype(whole: WholeParam, value: Any) -> torch.dtype | None:
+    if isinstance(value, Tensor) and value.dim() > 0 and value.shape == whole.shape:
+        return value.dtype
+    return None
 
 
-def _has_state(whole: WholeParam, report: Mapping[str, Any]) -> bool:
+def _agree(
+    dealt: Dealt,
+    kinds_of: Callable[[WholeParam], _Kinds],
+    value_of: Callable[[WholeParam, str], Any],
+) -> tuple[list[_Kinds], list[dict[str, Any]]]:
+    """Return the kinds of all states, and the values that are told. Collective.
+
+    A name is of one kind for all parameters: the factors of a square matrix have its
+    shape by chance. ``kinds_of`` is empty on ranks that do not report a parameter.
+    """
+    kinds: list[_Kinds] = dealt.reports(kinds_of)
+    told = {name for its in kinds for name, dtype in its.items() if dtype is None}
+    kinds = [{n: None if n in told else t for n, t in its.items()} for its in kinds]
+    plain = dealt.reports(
+        lambda whole: {
+            name: packed_value(value_of(whole, name))
+            for name in kinds_of(whole)
+            if name in told
+        }
+    )
+    return kinds, plain
+
+
+def _has_state(whole: WholeParam, kinds: _Kinds) -> bool:
     """Whether an optimizer over the parts had state for this rank's part."""
     part = whole.part
-    return bool(report) and (
+    return bool(kinds) and (
         part.is_flat
         or part.part_numel > 0
         or part.shard_group is None
@@ -119,28 +141,34 @@ def load_states(
         keys=keys_of_input(model, groups),
     ).states
 
-    def report(_: int, whole: WholeParam) -> _Report | None:
+    def kinds_of(whole: WholeParam) -> _Kinds:
         if not whole.is_leader:
-            return None
+            return {}
         state = states[whole.part.fqn]
         return {
-            **{name: (each.dtype, None) for name, each in state.sharded.items()},
-            **{name: (None, packed_value(v)) for name, v in state.plain.items()},
+            **{name: value.dtype for name, value in state.sharded.items()},
+            **dict.fromkeys(state.plain),
         }
 
-    reports = dealt.reports(report)
-    loaded: dict[nn.Parameter, dict[str, Any]] = {p: {} for p in dealt.shown.values()}
+    def value_of(whole: WholeParam, name: str) -> Any:
+        state = states[whole.part.fqn]
+        return state.plain.get(name, state.sharded.get(name))
+
+    kinds, plain = _agree(dealt, kinds_of, value_of)
+    loaded: dict[nn.Parameter, dict[str, Any]] = {
+        dealt.shown[whole]: {name: unpacked_value(v) for name, v in values.items()}
+        for whole, values in zip(dealt.wholes, plain, strict=True)
+        if whole.is_mine
+    }
     for number in range(dealt.num_rounds):
         names: list[str] = []
         travelling: list[Travelling] = []
-        for whole, its in zip(dealt.wholes, reports, strict=True):
-            for name, (dtype, value) in its.items() if whole.round == number else ():
+        for whole, its in zip(dealt.wholes, kinds, strict=True):
+            for name, dtype in its.items() if whole.round == number else ():
                 if dtype is not None:
                     own = states[whole.part.fqn].sharded.get(name)
                     names.append(name)
                     travelling.append(Travelling(whole, own, dtype))
-                elif whole.is_mine:
-                    loaded[dealt.shown[whole]][name] = unpacked_value(value)
         wholes = gather(travelling, "optimizer states")
         for name, (whole, _, _), values in zip(names, travelling, wholes, strict=True):
             if values is not None:

@@ -1,0 +1,136 @@
+"""Random models under whole_parameter_optimizer, to the bit against the unsharded ones.
+
+FSDP_C_RANDOM_FIRST=123 FSDP_C_RANDOM_CASES=1 pytest ...         # one of them
+"""
+
+import os
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+from helpers.distributed import TEST_DEVICE, run_task
+from helpers.groups import groups_destroyed
+from helpers.impl import FSDP, ShardingStrategy, StateDictType
+from helpers.matrix_optimizers import ANY_SHAPE, muon
+from helpers.whole_runs import Run, assert_states, copy_values, plain_states
+
+FIRST_CASE = int(os.environ.get("FSDP_C_RANDOM_FIRST", "0"))
+NUM_SHORT_CASES = 9
+NUM_CASES = int(os.environ.get("FSDP_C_RANDOM_CASES", NUM_SHORT_CASES))
+NUM_FULL_CASES = 200
+BATCH = 10
+MAKERS = {**ANY_SHAPE, "muon": muon}
+
+
+class RandomNet(nn.Module):
+    """Layers of random sizes, some of them frozen, each a unit or not."""
+
+    def __init__(self, numbers: random.Random) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, width := numbers.randint(1, 20))
+        layers: list[nn.Module] = []
+        for _ in range(numbers.randint(1, 5)):
+            out = numbers.randint(1, 20)
+            layer: nn.Module = nn.Linear(width, out, bias=numbers.random() < 0.5)
+            if numbers.random() < 0.2:
+                layer.requires_grad_(False)
+            if numbers.random() < 0.3:
+                layer = nn.Sequential(layer, nn.LayerNorm(out), nn.Tanh())
+            layers.append(layer)
+            width = out
+        self.blocks = nn.Sequential(*layers)
+        self.head = nn.Linear(width, numbers.randint(1, 6))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        result: Tensor = self.head(self.blocks(self.embed(tokens)))
+        return result
+
+
+def is_matrix(name: str, shape: torch.Size) -> bool:
+    return len(shape) == 2
+
+
+def draw_run(seed: int) -> tuple[Run, str]:
+    """Return the run of a seed, and what it is in words; each time a new one."""
+    numbers = random.Random(seed)
+    api = numbers.choice(["fsdp1", "fsdp1", "fully_shard"])
+    name = numbers.choice(list(MAKERS))
+    is_mixed = name == "muon" or numbers.random() < 0.4
+    options: dict[str, Any] = {}
+    if api == "fsdp1":
+        strategies = ["FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
+        options["sharding_strategy"] = ShardingStrategy[numbers.choice(strategies)]
+    else:
+        options["reshard_after_forward"] = numbers.random() < 0.5
+    shape_seed = numbers.randrange(2**32)
+
+    def build() -> nn.Module:
+        torch.manual_seed(seed)
+        return RandomNet(random.Random(shape_seed)).to(TEST_DEVICE)
+
+    run = Run(
+        api,
+        MAKERS[name],
+        is_matrix if is_mixed else None,
+        rest=(lambda params: torch.optim.AdamW(params, lr=0.01)) if is_mixed else None,
+        build=build,
+        **options,
+    )
+    return run, f"{api} {options} {name} {'and AdamW' if is_mixed else ''}"
+
+
+def run_case(rank: int, world_size: int, seed: int) -> None:
+    """Train, compare values and states, and go on from a saved state."""
+    torch.manual_seed(seed)
+    with groups_destroyed():
+        run, words = draw_run(seed)
+        try:
+            run.train(2)
+            if isinstance(run.model, FSDP):
+                with FSDP.state_dict_type(run.model, StateDictType.FULL_STATE_DICT):
+                    saved = FSDP.optim_state_dict(run.model, run.optimizer)
+            else:
+                saved = get_optimizer_state_dict(run.model, run.optimizer)
+            assert_states(saved["state"], plain_states(run))
+            other, _ = draw_run(seed)
+            copy_values(run, other)
+            other.optimizer.load_state_dict(run.optimizer.state_dict())
+            other.train(1, first=2)
+        except Exception as error:
+            raise AssertionError(f"case {seed}: {words}, {world_size} ranks") from error
+
+
+def _batches() -> list[Any]:
+    is_all = "FSDP_C_RANDOM_FIRST" not in os.environ and NUM_CASES == NUM_SHORT_CASES
+    count = NUM_FULL_CASES if is_all else NUM_CASES
+    result = []
+    for world_size in (2, 3, 4):
+        mine = [
+            seed
+            for seed in range(FIRST_CASE, FIRST_CASE + count)
+            if 2 + seed % 3 == world_size
+        ]
+        short = [seed for seed in mine if seed - FIRST_CASE < NUM_CASES]
+        for seeds, marks in (
+            (short, []),
+            (mine[len(short) :], [pytest.mark.only_full]),
+        ):
+            for begin in range(0, len(seeds), BATCH):
+                batch = tuple(seeds[begin : begin + BATCH])
+                result.append(
+                    pytest.param(
+                        world_size, batch, id=f"{world_size}-{batch[0]}", marks=marks
+                    )
+                )
+    return result
+
+
+@pytest.mark.parametrize(("world_size", "seeds"), _batches())
+def test_random_models(world_size: int, seeds: tuple[int, ...]) -> None:
+    """See :func:`run_case`."""
+    for seed in seeds:
+        run_task(run_case, world_size=world_size, arguments={"seed": seed})

@@ -1,0 +1,216 @@
+"""A sharded model whose optimizer steps wholes, beside the unsharded model's."""
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+
+from fsdp_c import fully_shard, whole_parameter_optimizer
+from helpers.distributed import TEST_DEVICE
+from helpers.impl import FSDP, fsdp
+from helpers.reference import clean_name
+
+Make = Callable[[Any], torch.optim.Optimizer]
+APIS = ("fsdp1", "flat", "fully_shard")
+
+
+class Net(nn.Module):
+    """Matrices of several shapes, uneven over any number of ranks, and vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 12)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(12, 7 + i), nn.Tanh(), nn.Linear(7 + i, 12))
+            for i in range(3)
+        )
+        self.norm = nn.LayerNorm(12)
+        self.head = nn.Linear(12, 5, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        result: Tensor = self.head(self.norm(hidden))
+        return result
+
+
+def is_hidden(name: str, shape: torch.Size) -> bool:
+    return len(shape) == 2 and name.startswith("blocks")
+
+
+def build() -> Net:
+    torch.manual_seed(3)
+    return Net().to(TEST_DEVICE)
+
+
+def shard(api: str, model: nn.Module, **options: Any) -> Any:
+    """Return ``model`` with units; ``api`` is one of APIS."""
+    if api == "fully_shard":
+        for block in model.blocks:
+            fully_shard(block, **options)
+        return fully_shard(model, **options)
+    return fsdp(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),
+        use_orig_params=api == "fsdp1",
+        **options,
+    )
+
+
+def wholes_of(model: Any, *, grads: bool = False) -> dict[str, Tensor | None]:
+    """Return whole parameters, or gradients, by name. Collective."""
+    found: dict[str, Tensor | None] = {}
+    if isinstance(model, FSDP):
+        with FSDP.summon_full_params(model, writeback=False, with_grads=grads):
+            for name, param in model.named_parameters():
+                value = param.grad if grads else param
+                found[clean_name(name)] = (
+                    None if value is None else value.detach().clone().cpu()
+                )
+        return found
+    for name, param in model.named_parameters():
+        value = param.grad if grads else param.detach()
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
+        found[name] = None if value is None else value.detach().clone().cpu()
+    return found
+
+
+class Run:
+    """A sharded model with an optimizer of wholes, and the unsharded ones."""
+
+    def __init__(
+        self,
+        api: str,
+        make: Make,
+        params: Any = None,
+        *,
+        rest: Make | None = None,
+        build: Callable[[], nn.Module] = build,
+        **options: Any,
+    ) -> None:
+        # The gradients of flat parameters cannot be seen whole: all ranks have the
+        # same data, so that the unsharded model has the same gradients of its own.
+        self.has_same_data = api == "flat"
+        self.plain = build().cpu()
+        self.model = shard(api, build(), **options)
+        self.optimizer = whole_parameter_optimizer(self.model, make, params, rest=rest)
+        named = dict(self.plain.named_parameters())
+        self.names = list(named)
+        chosen = [
+            name
+            for name, param in named.items()
+            if param.requires_grad and (params is None or params(name, param.shape))
+        ]
+        self.plain_optimizers = [make([named[name] for name in chosen])]
+        if rest is not None:
+            others = [
+                param
+                for name, param in named.items()
+                if param.requires_grad and name not in chosen
+            ]
+            self.plain_optimizers.append(rest(others))
+
+    def backward(self, number: int) -> None:
+        """Run on one batch, each rank on its own."""
+        seed = 100 * number + (0 if self.has_same_data else dist.get_rank())
+        generator = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(0, 13, (4, 6), generator=generator)
+        (self.model(tokens.to(TEST_DEVICE)) ** 2).mean().backward()
+        if self.has_same_data:
+            (self.plain(tokens) ** 2).mean().backward()
+
+    def take_gradients(self) -> None:
+        """Give the unsharded model the gradients that the sharded one has."""
+        if not self.has_same_data:
+            grads = wholes_of(self.model, grads=True)
+            for name, param in self.plain.named_parameters():
+                param.grad = grads[name]
+
+    def step(self, number: int) -> None:
+        """Train on one batch."""
+        self.optimizer.zero_grad()
+        self.plain.zero_grad()
+        self.backward(number)
+        self.take_gradients()
+        for each in (*self.plain_optimizers, self.optimizer):
+            each.step()
+
+    def check(self) -> None:
+        """Compare all parameters, to the bit."""
+        values = wholes_of(self.model)
+        for name, param in self.plain.named_parameters():
+            value = values[name]
+            assert value is not None
+            assert torch.equal(value, param.detach()), (name, value, param)
+
+    def train(self, num_steps: int, first: int = 0) -> None:
+        for number in range(first, first + num_steps):
+            self.step(number)
+        self.check()
+
+
+def plain_states(run: Run) -> dict[str, dict[str, Any]]:
+    """Return the unsharded optimizers' states by parameter name."""
+    names = {param: name for name, param in run.plain.named_parameters()}
+    return {
+        names[param]: state
+        for optimizer in run.plain_optimizers
+        for param, state in optimizer.state.items()
+    }
+
+
+def assert_states(
+    given: Mapping[str, Mapping[str, Any]], expected: Mapping[str, Mapping[str, Any]]
+) -> None:
+    assert given.keys() == expected.keys()
+    for name, state in expected.items():
+        assert given[name].keys() == state.keys(), name
+        for key, value in state.items():
+            own = given[name][key]
+            if isinstance(own, DTensor):
+                own = own.full_tensor()
+            if isinstance(value, Tensor):
+                assert own.shape == value.shape, (name, key, own.shape)
+                assert torch.equal(own.cpu(), value), (name, key)
+            else:
+                assert own == value, (name, key)
+
+
+def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def copy_values(source: Run, target: Run) -> None:
+    """Give another run the values, and its unsharded optimizers the states."""
+    target.plain.load_state_dict(source.plain.state_dict())
+    for one, other in zip(
+        source.plain_optimizers, target.plain_optimizers, strict=True
+    ):
+        other.load_state_dict(copy.deepcopy(one.state_dict()))
+        for mine, its in zip(params_of(one), params_of(other), strict=True):
+            if mine in one.state:  # torch's load casts
+                other.state[its] = copy.deepcopy(one.state[mine])
+    values = wholes_of(source.model)
+    if isinstance(target.model, FSDP):
+        with FSDP.summon_full_params(target.model), torch.no_grad():
+            for name, param in target.model.named_parameters():
+                param.copy_(values[clean_name(name)])
+        return
+    state = target.model.state_dict()
+    for name, value in state.items():
+        whole = values[name]
+        assert whole is not None
+        rows = value.to_local()
+        begin = sum(
+            torch.chunk(whole, dist.get_world_size())[rank].shape[0]
+            for rank in range(dist.get_rank())
+            if rank < len(torch.chunk(whole, dist.get_world_size()))
+        )
+        rows.copy_(whole[begin : begin + len(rows)])
