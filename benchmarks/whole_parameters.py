@@ -3,8 +3,9 @@
     python benchmarks/whole_parameters.py
 
 torch.optim.Muon under fsdp_c's whole_parameter_optimizer, in both APIs, and on DTensors
-of torch's FSDP2, beside a step in which each rank does all of the work, as with DDP: an
-ideal step takes that divided by the number of ranks. Newton-Schulz is in fp32
+of torch's FSDP2, beside a step in which each rank does all of the work, as with DDP,
+and one of one process alone: an ideal step takes that divided by the number of ranks.
+Newton-Schulz is in fp32
 everywhere, since CPUs without bf16 units multiply bf16 in software.
 """
 
@@ -38,6 +39,7 @@ from torch import nn
 
 import fsdp_c
 
+ALONE = "alone"
 REPLICATED = "replicated"
 FSDP2 = "fsdp2"
 FSDP_C = "fsdp_c"
@@ -47,6 +49,7 @@ NAMES = {
     FSDP_C_FULLY: "fully_shard, fsdp_c",
     FSDP2: "fully_shard, torch: DTensors",
     REPLICATED: "each rank steps all (DDP)",
+    ALONE: "one process alone, unsharded",
 }
 # Shapes of a layer, and the number of layers.
 MODELS = {
@@ -73,7 +76,7 @@ def muon(params: Any) -> torch.optim.Optimizer:
 
 def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
     """Shard the model as the implementation does, and return its optimizer."""
-    if name == REPLICATED:
+    if name in (REPLICATED, ALONE):
         return muon(model.parameters())
     if name == FSDP_C:
         wrapped: Any = fsdp_c.FSDP(
@@ -108,7 +111,8 @@ def work(args: argparse.Namespace) -> None:
             dist.barrier()
             gc.disable()
             begin = time.perf_counter()
-            optimizer.step()
+            if args.worker != ALONE or dist.get_rank() == 0:
+                optimizer.step()
             seconds = torch.tensor(time.perf_counter() - begin)
             gc.enable()
             dist.all_reduce(seconds, dist.ReduceOp.MAX)
@@ -131,8 +135,10 @@ def measure(args: argparse.Namespace) -> Json:
     rows = []
     for num_ranks in args.ranks:
         jobs = {
-            f"{model}|{name}": [__file__, "--worker", name, "--model", model]
-            + ["--steps", str(args.steps), "--warmup", str(args.warmup)]
+            f"{model}|{name}": [
+                *(__file__, "--worker", name, "--model", model),
+                *("--steps", str(args.steps), "--warmup", str(args.warmup)),
+            ]
             for model in ([args.model] if args.model else MODELS)
             for name in args.only or NAMES
         }
@@ -162,7 +168,7 @@ def show(data: Json, args: argparse.Namespace) -> str:
             if (row["model"], row["ranks"]) == (model, num_ranks)
         ]
         seconds = {row["implementation"]: row["seconds"] for row in rows}
-        whole = seconds.get(REPLICATED)
+        whole = seconds.get(ALONE)
         ideal = None if whole is None else whole / num_ranks
         cells = [
             [

@@ -16,6 +16,7 @@ import os
 import sys
 import sysconfig
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -29,7 +30,7 @@ from tqdm import tqdm
 from verify import largest_differences
 
 from fsdp_c import FullyShardedDataParallel as FSDP
-from fsdp_c import checkpoint
+from fsdp_c import checkpoint, whole_parameter_optimizer
 
 MAX_GRAD_NORM = 1.0
 VERIFY_TOLERANCE = 1e-4  # float32, summed in another order
@@ -48,6 +49,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=positive, default=4, help="windows per rank")
     parser.add_argument("--context", type=positive, default=128, help="bytes a window")
     parser.add_argument("--lr", type=float, default=7e-4, help="peak learning rate")
+    parser.add_argument(
+        "--optimizer",
+        choices=("adamw", "muon"),
+        default="adamw",
+        help="muon: for the matrices of the blocks; AdamW has the rest",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--data",
@@ -218,13 +225,32 @@ def memory_gib(device: torch.device) -> float:
     return num_pages * os.sysconf("SC_PAGE_SIZE") / 2**30
 
 
+def create_optimizer(model: FSDP, args: argparse.Namespace) -> torch.optim.Optimizer:
+    """Return AdamW; or Muon, which needs whole matrices, and AdamW beside it."""
+
+    def adamw(params: Iterable[Tensor]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(
+            params, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1
+        )
+
+    if args.optimizer == "adamw":
+        return adamw(model.parameters())
+    return whole_parameter_optimizer(
+        model,
+        lambda groups: torch.optim.Muon(
+            groups, lr=args.lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
+        ),
+        lambda name, shape: len(shape) == 2 and name.startswith("blocks."),
+        rest=adamw,
+    )
+
+
 def train(model: FSDP, text: Tensor, args: argparse.Namespace) -> list[float]:
     """Run all steps and return the loss of each, averaged over ranks."""
     device = next(model.parameters()).device
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1
-    )
+    optimizer = create_optimizer(model, args)
+    peaks = [group["lr"] for group in optimizer.param_groups]
     warmup = max(1, args.steps // 10)
     losses: list[float] = []
     saved = args.out / "training"
@@ -242,9 +268,8 @@ def train(model: FSDP, text: Tensor, args: argparse.Namespace) -> list[float]:
     )
     for step in bar:
         cosine = 0.55 + 0.45 * math.cos(math.pi * step / args.steps)
-        optimizer.param_groups[0]["lr"] = (
-            args.lr * min(1.0, (step + 1) / warmup) * cosine
-        )
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+            group["lr"] = peak * min(1.0, (step + 1) / warmup) * cosine
         loss = model(*draw_batch(text, args, step=step, rank=rank, device=device))
         loss.backward()
         model.clip_grad_norm_(MAX_GRAD_NORM)
