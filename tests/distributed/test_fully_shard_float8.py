@@ -191,6 +191,7 @@ def test_checkpoint(rank: int, tmp_path: Path) -> None:
             )
         for tensor in expected:
             dist.broadcast(tensor, 0)
+        dist.barrier()  # on a device the host does not wait for a broadcast
         model = _make_model()
         optimizer = _train(model, 1)
         model(torch.ones(2, COLUMNS))
