@@ -7,10 +7,14 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+import fsdp_c
 from fakecuda.device import needs_fake
+from fsdp_c import _native
 from helpers.distributed import distributed
 from helpers.impl import fsdp
+from helpers.transports import over
 
 pytestmark = needs_fake
 
@@ -26,8 +30,6 @@ def num_launches() -> int:
 
 @distributed(world_size=(2, 3), device="cuda")
 def test_collectives_go_through_nccl() -> None:
-    from fsdp_c import _native
-
     model = nn.Sequential(*(fsdp(nn.Linear(8, 8)) for _ in range(NUM_UNITS)))
     sharded = fsdp(model)
     x = torch.randn(2, 8)
@@ -85,3 +87,31 @@ def test_communicators_are_made_when_needed() -> None:
     model(torch.randn(2, 8)).sum().backward()
     assert library.fake_nccl_num_comms() - before == 1
     dist.destroy_process_group(group)
+
+
+@distributed(world_size=(2, 3), device="cuda")
+def test_c10d_makes_one_launch_of_a_units_parameters() -> None:
+    """A unit by rows has a segment of each; the gradients are those over NCCL."""
+    gradients = []
+    for transport in ("nccl", "c10d"):
+        group = dist.new_group()
+        mesh = DeviceMesh.from_group(group, "cuda")
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(NUM_UNITS)))
+        for layer in model:
+            fsdp_c.fully_shard(layer, mesh=mesh)
+        fsdp_c.fully_shard(model, mesh=mesh)
+        x = torch.randn(2, 8)
+        with over(transport):
+            model(x).sum().backward()
+        assert _native.transport(group, torch.device("cuda"))[0] == transport
+        model.zero_grad()
+        before = num_launches()
+        model(x).sum().backward()
+        # Of each unit two gathers, of forward and backward, and a reduction.
+        assert num_launches() - before == 3 * NUM_UNITS, transport
+        gradients.append([param.grad.full_tensor() for param in model.parameters()])
+        del model
+        dist.destroy_process_group(group)
+    for own, of_c10d in zip(*gradients, strict=True):
+        torch.testing.assert_close(of_c10d, own)

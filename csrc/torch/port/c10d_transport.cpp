@@ -8,6 +8,7 @@
 #include <c10/core/InferenceMode.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/util/SmallVector.h>
+#include <torch/csrc/distributed/c10d/debug.h>
 
 #include <algorithm>
 #include <array>
@@ -66,10 +67,19 @@ struct Pending {
   std::function<void()> finish;  // runs when all have ended; may be empty
 };
 
+// A collective of an open group. It is made when the group ends.
+struct Collected {
+  enum Kind { kAllGather, kReduceScatter, kAllReduce } kind;
+  at::Tensor output;  // of an all_reduce the only one
+  at::Tensor input;
+};
+
 struct Channel {
   std::deque<Pending> pending;
   uint64_t num_started = 0;
   uint64_t num_ended = 0;
+  bool is_collecting = false;  // between group_begin and group_end
+  std::vector<Collected> collected;
 };
 
 // Flat tensors over memory that somebody else owns. A work may keep one until
@@ -122,6 +132,7 @@ struct C10dTransport : fsdp_transport {
   Views views;
   fsdp_transport_ops table = {};
   std::array<Channel, FSDP_NUM_CHANNELS> channels;
+  bool coalesces = false;
   fsdp_error failure = {};  // the first one of the ranks
 };
 
@@ -271,21 +282,98 @@ Pending reduce_by_exchange(C10dTransport &self, void *buffer, void *others,
   return {works, sum};
 }
 
+// Groups ----------------------------------------------------------------------
+//
+// A unit by rows has a segment for each parameter, and a call of c10d costs
+// more than what it is about: its work, its events, its record for the
+// debugger. Backends of devices take many tensors in a call. On a host a
+// merging transport (port/merging.h) has the same task.
+
+bool can_coalesce(const C10dGroup &group) {
+  if (group.device.is_cpu() || !group.has_backend) return false;
+  // In 2.11 the wrapper that checks each call knows no such calls.
+  if (c10d::debug_level() == c10d::DebugLevel::Detail) return false;
+  const auto backend = group.process_group->getBackend(group.device.type());
+  return backend->supportsCoalescing() || backend->getBackendName() == "fake";
+}
+
+// Makes one call of collectives of one kind and dtype.
+WorkPtr coalesce(C10dTransport &self, const Collected *begin,
+                 const Collected *end) {
+  c10d::ProcessGroup &group = *self.group.process_group;
+  std::vector<at::Tensor> outputs;
+  std::vector<at::Tensor> inputs;
+  for (const Collected *each = begin; each != end; each++) {
+    outputs.push_back(each->output);
+    if (each->input.defined()) inputs.push_back(each->input);
+  }
+  const bool is_one = outputs.size() == 1;
+  switch (begin->kind) {
+    case Collected::kAllGather:
+      return is_one ? all_gather_base(group, outputs[0], inputs[0])
+                    : all_gather_base_coalesced(group, outputs, inputs);
+    case Collected::kReduceScatter:
+      return is_one ? reduce_scatter_base(group, outputs[0], inputs[0])
+                    : reduce_scatter_base_coalesced(group, outputs, inputs);
+    case Collected::kAllReduce:
+    default:
+      return is_one ? group.allreduce(outputs)
+                    : group.allreduce_coalesced(outputs);
+  }
+}
+
+// The end of the calls of one kind and dtype that start at `begin`.
+const Collected *end_of_alike(const Collected *begin, const Collected *end) {
+  return std::find_if(begin, end, [begin](const Collected &each) {
+    return each.kind != begin->kind ||
+           each.output.scalar_type() != begin->output.scalar_type();
+  });
+}
+
+// Collects the call if a group is open; else returns false.
+bool collect(C10dTransport &self, const fsdp_call *call, Collected::Kind kind,
+             const at::Tensor &output, const at::Tensor &input = {}) {
+  Channel &channel = self.channels[call->channel];
+  if (!channel.is_collecting) return false;
+  channel.collected.push_back({kind, output, input});
+  return true;
+}
+
 // The table -------------------------------------------------------------------
 
 void destroy(fsdp_transport *transport) {
   delete static_cast<C10dTransport *>(transport);
 }
 
-// Its calls are launches of their own.
-fsdp_status group_begin(fsdp_transport * /*transport*/,
-                        const fsdp_call * /*call*/, fsdp_error * /*error*/) {
+fsdp_status group_begin(fsdp_transport *transport, const fsdp_call *call,
+                        fsdp_error * /*error*/) {
+  C10dTransport &self = self_of(transport);
+  Channel &channel = self.channels[call->channel];
+  channel.collected.clear();  // of one that failed half-way
+  channel.is_collecting = self.coalesces;
   return FSDP_OK;
 }
 
-fsdp_status group_end(fsdp_transport * /*transport*/,
-                      const fsdp_call * /*call*/, fsdp_error * /*error*/) {
-  return FSDP_OK;
+fsdp_status group_end(fsdp_transport *transport, const fsdp_call *call,
+                      fsdp_error *error) {
+  C10dTransport &self = self_of(transport);
+  Channel &channel = self.channels[call->channel];
+  channel.is_collecting = false;
+  fsdp_status status = FSDP_OK;
+  uint64_t no_ticket = 0;  // of a device
+  // In the order in which they came, which is that of all ranks.
+  const Collected *const end =
+      channel.collected.data() + channel.collected.size();
+  for (const Collected *begin = channel.collected.data();
+       status == FSDP_OK && begin != end;) {
+    const Collected *const other = end_of_alike(begin, end);
+    status = start(self, call, &no_ticket, error, [&]() -> Pending {
+      return {{coalesce(self, begin, other)}, nullptr};
+    });
+    begin = other;
+  }
+  channel.collected.clear();
+  return status;
 }
 
 fsdp_status all_gather(fsdp_transport *transport, const fsdp_call *call,
@@ -300,6 +388,7 @@ fsdp_status all_gather(fsdp_transport *transport, const fsdp_call *call,
     at::Tensor whole =
         view(self, output, shard_numel * self.group.world_size, dtype);
     at::Tensor piece = view(self, input, shard_numel, dtype);
+    if (collect(self, call, Collected::kAllGather, whole, piece)) return {};
     return {{all_gather_over_c10d(self.group, whole, piece)}, nullptr};
   });
 }
@@ -330,6 +419,7 @@ fsdp_status reduce_scatter(fsdp_transport *transport, const fsdp_call *call,
     at::Tensor own = view(self, slot, shard_numel, dtype);
     at::Tensor whole =
         view(self, buffer, shard_numel * self.group.world_size, dtype);
+    if (collect(self, call, Collected::kReduceScatter, own, whole)) return {};
     return {{scatter_sum(self.group, own, whole)}, nullptr};
   });
 }
@@ -340,6 +430,7 @@ fsdp_status all_reduce(fsdp_transport *transport, const fsdp_call *call,
   C10dTransport &self = self_of(transport);
   return start(self, call, ticket, error, [&]() -> Pending {
     std::vector<at::Tensor> tensors = {view(self, buffer, numel, dtype)};
+    if (collect(self, call, Collected::kAllReduce, tensors[0])) return {};
     return {{self.group.process_group->allreduce(tensors)}, nullptr};
   });
 }
@@ -420,6 +511,7 @@ WorkPtr all_gather_over_c10d(const C10dGroup &group, at::Tensor &whole,
 std::shared_ptr<fsdp_transport> make_c10d_transport(const C10dGroup &group) {
   auto self = std::make_unique<over_c10d::C10dTransport>();
   self->group = group;
+  self->coalesces = over_c10d::can_coalesce(group);
   self->table.name = "c10d";
   self->table.is_host = group.device.is_cpu();
   self->table.wants_scratch = group.is_gloo;
