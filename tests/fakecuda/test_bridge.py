@@ -1,5 +1,6 @@
 """csrc/nccl under whole models: the bridge joins every group through it."""
 
+import copy
 import ctypes
 import os
 from types import SimpleNamespace
@@ -115,3 +116,30 @@ def test_c10d_makes_one_launch_of_a_units_parameters() -> None:
         dist.destroy_process_group(group)
     for own, of_c10d in zip(*gradients, strict=True):
         torch.testing.assert_close(of_c10d, own)
+
+
+class _Turn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns = nn.Parameter(torch.randn(8, 8, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.to(torch.complex64) @ self.turns).abs()
+
+
+@distributed(world_size=2, device="cuda")
+def test_complex_parameters_over_c10d() -> None:
+    """NCCL has no complex numbers, and c10d refuses them."""
+    torch.manual_seed(0)
+    reference = _Turn()
+    model = copy.deepcopy(reference)
+    group = dist.new_group()
+    fsdp_c.fully_shard(model, mesh=DeviceMesh.from_group(group, "cuda"))
+    x = torch.randn(2, 8)
+    reference(x).sum().backward()
+    with over("c10d"):
+        model(x).sum().backward()
+    assert _native.transport(group, torch.device("cuda"))[0] == "c10d"
+    torch.testing.assert_close(model.turns.grad.full_tensor(), reference.turns.grad)
+    del model
+    dist.destroy_process_group(group)

@@ -145,6 +145,17 @@ at::Tensor view(C10dTransport &self, const void *data, int64_t numel,
   return self.views.over(data, numel, dtype, self.group.device);
 }
 
+// For calls that add nothing: on a device bytes, so that any dtype works.
+// NCCL's backend refuses complex ones, for example. What a user's own group
+// makes of a dtype is not known.
+at::Tensor plain_view(C10dTransport &self, const void *data, int64_t numel,
+                      fsdp_dtype dtype) {
+  constexpr fsdp_dtype kBytes = {static_cast<int32_t>(at::kByte), 1};
+  return self.table.is_host || !self.group.has_backend
+             ? view(self, data, numel, dtype)
+             : view(self, data, numel * dtype.itemsize, kBytes);
+}
+
 // Note [Python objects in thread-local state]
 // Tensor.backward() keeps a Python object in the thread-local state while it
 // runs, and gloo's work items capture that state. Whoever drops the last
@@ -386,8 +397,8 @@ fsdp_status all_gather(fsdp_transport *transport, const fsdp_call *call,
               nullptr};
     }
     at::Tensor whole =
-        view(self, output, shard_numel * self.group.world_size, dtype);
-    at::Tensor piece = view(self, input, shard_numel, dtype);
+        plain_view(self, output, shard_numel * self.group.world_size, dtype);
+    at::Tensor piece = plain_view(self, input, shard_numel, dtype);
     if (collect(self, call, Collected::kAllGather, whole, piece)) return {};
     return {{all_gather_over_c10d(self.group, whole, piece)}, nullptr};
   });
@@ -398,7 +409,7 @@ fsdp_status broadcast(fsdp_transport *transport, const fsdp_call *call,
                       fsdp_dtype dtype, uint64_t *ticket, fsdp_error *error) {
   C10dTransport &self = self_of(transport);
   return start(self, call, ticket, error, [&]() -> Pending {
-    std::vector<at::Tensor> tensors = {view(self, buffer, numel, dtype)};
+    std::vector<at::Tensor> tensors = {plain_view(self, buffer, numel, dtype)};
     c10d::BroadcastOptions options;
     options.rootRank = root;
     return {{self.group.process_group->broadcast(tensors, options)}, nullptr};
