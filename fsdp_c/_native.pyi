@@ -402,6 +402,9 @@ def deal_out(
 ) -> list[tuple[int, int]]:
     """Per parameter: (owner, round)."""
 
+def broadcast(group: ProcessGroup, tensor: torch.Tensor, label: str, /) -> bool:
+    """Overwrite a tensor on a device with rank 0's, through NCCL; False: it cannot."""
+
 def copy_tensors(copies: Sequence[tuple[torch.Tensor, torch.Tensor]], /) -> None:
     """Copy the bytes of contiguous tensors, ``(source, target)`` each."""
 

@@ -118,6 +118,14 @@ PyDoc_STRVAR(deal_out_doc,
              "round_nbytes)\n--\n\n"
              "(owner, round) of each whole parameter. See layout/owners.h.");
 
+PyDoc_STRVAR(
+    broadcast_doc,
+    "broadcast($module, group, tensor, label, /)\n--\n\n"
+    "Overwrite a contiguous tensor on a device with that of rank 0 of a\n"
+    "process group, through NCCL, on the current stream. All ranks must call\n"
+    "it. `label` is for errors. False if that is not possible: then nothing\n"
+    "was done.");
+
 PyDoc_STRVAR(copy_tensors_doc,
              "copy_tensors($module, copies, /)\n--\n\n"
              "Make copies, (source, target) of as many bytes each.");
@@ -187,6 +195,7 @@ static PyMethodDef module_methods[] = {
      METH_VARARGS | METH_KEYWORDS, exchange_size_doc},
     {"deal_out", (PyCFunction)(void (*)(void))fsdp_module_deal_out,
      METH_VARARGS | METH_KEYWORDS, deal_out_doc},
+    {"broadcast", fsdp_module_broadcast, METH_VARARGS, broadcast_doc},
     {"copy_tensors", fsdp_module_copy_tensors, METH_O, copy_tensors_doc},
     {"pass_messages", (PyCFunction)(void (*)(void))fsdp_module_pass_messages,
      METH_VARARGS | METH_KEYWORDS, pass_messages_doc},

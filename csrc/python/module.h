@@ -129,6 +129,8 @@ PyObject *fsdp_module_deal_out(PyObject *module, PyObject *args,
                                PyObject *kwargs);
 /* copy_tensors(copies). */
 PyObject *fsdp_module_copy_tensors(PyObject *module, PyObject *copies);
+/* broadcast(group, tensor, label). */
+PyObject *fsdp_module_broadcast(PyObject *module, PyObject *args);
 /* pass_messages(group, label, outgoing, incoming, copies). */
 PyObject *fsdp_module_pass_messages(PyObject *module, PyObject *args,
                                     PyObject *kwargs);

@@ -1,5 +1,6 @@
 /*
- * empty_tensors(), pass_messages() and copy_tensors(): what an exchange needs.
+ * empty_tensors(), pass_messages() and copy_tensors(): what an exchange needs;
+ * broadcast().
  */
 #include "python/convert.h"
 
@@ -158,4 +159,20 @@ done:
   Py_XDECREF(outgoing);
   Py_XDECREF(incoming);
   return result;
+}
+
+PyObject *fsdp_module_broadcast(PyObject *Py_UNUSED(module), PyObject *args) {
+  fsdp_error error = {0};
+  PyObject *group, *tensor; /* borrowed */
+  const char *label;
+  bool was_sent = false;
+  if (!PyArg_ParseTuple(args, "OOs:broadcast", &group, &tensor, &label)) {
+    return NULL;
+  }
+  if (fsdp_torch_broadcast(group, tensor, label, &was_sent, &error) !=
+      FSDP_OK) {
+    fsdp_torch_set_python_error(&error);
+    return NULL;
+  }
+  return PyBool_FromLong(was_sent);
 }

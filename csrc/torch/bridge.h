@@ -580,6 +580,19 @@ FSDP_NODISCARD fsdp_status fsdp_torch_pass_messages(
     bool *are_passed, fsdp_error *error);
 
 /*
+ * Brings what rank 0 of a process group has in a contiguous tensor to all of
+ * them, if the group has a transport of our own on the tensor's device that
+ * works in the order of streams: every rank must call. Runs on the current
+ * stream. was_sent [out] false: nothing was done. `label` is for errors. GIL
+ * (released inside); waits for the ranks at the group's first time.
+ */
+FSDP_NODISCARD fsdp_status fsdp_torch_broadcast(struct _object *group,
+                                                struct _object *tensor,
+                                                const char *label,
+                                                bool *was_sent,
+                                                fsdp_error *error);
+
+/*
  * Makes copies between contiguous tensors of one device. GIL (released inside).
  */
 FSDP_NODISCARD fsdp_status fsdp_torch_copy_tensors(

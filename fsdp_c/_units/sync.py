@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fsdp_c import _native
 from fsdp_c._units.batches import in_batches
 from fsdp_c._units.failures import naming_ranks
 
@@ -54,5 +55,8 @@ def _chunks(
 
 
 def _broadcast(data: Tensor, group: ProcessGroup) -> None:
-    with naming_ranks(group, "broadcast of module states"):
-        dist.broadcast(data, group=group, group_src=0)
+    label = "broadcast of module states"
+    with naming_ranks(group, label):
+        # c10d would make a communicator of its own, for this alone.
+        if not _native.broadcast(group, data, label):
+            dist.broadcast(data, group=group, group_src=0)

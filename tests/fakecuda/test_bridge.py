@@ -5,6 +5,7 @@ import ctypes
 import os
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -77,16 +78,23 @@ def test_options_of_the_group_reach_nccl() -> None:
     )
 
 
+@pytest.mark.parametrize("syncs", [False, True])
 @distributed(world_size=2, device="cuda")
-def test_communicators_are_made_when_needed() -> None:
-    """One, for gathers and reductions, with the first forward."""
+def test_communicators_are_made_when_needed(rank: int, syncs: bool) -> None:
+    """One, for gathers, reductions and the first values; c10d makes none."""
     library = ctypes.CDLL(os.environ["FSDP_C_NCCL_LIBRARY"])
     library.fake_nccl_num_comms.restype = ctypes.c_longlong
     group = dist.new_group()
-    model = fsdp(nn.Linear(8, 8), process_group=group)
     before = library.fake_nccl_num_comms()
+    layer = nn.Linear(8, 8)
+    nn.init.constant_(layer.weight, rank)
+    model = fsdp(layer, process_group=group, sync_module_states=syncs)
+    assert library.fake_nccl_num_comms() - before == syncs
     model(torch.randn(2, 8)).sum().backward()
     assert library.fake_nccl_num_comms() - before == 1
+    if syncs:
+        with fsdp_c.FullyShardedDataParallel.summon_full_params(model):
+            assert torch.equal(layer.weight, torch.zeros(8, 8))
     dist.destroy_process_group(group)
 
 

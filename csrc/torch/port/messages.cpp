@@ -1,6 +1,9 @@
-// Messages between two ranks of a group, through its transport.
+// What Python sends itself between the ranks of a group, through its transport:
+// messages between two ranks, and broadcasts.
 #include <ATen/core/Tensor.h>
 #include <Python.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -14,6 +17,7 @@
 #include "torch/bridge.h"
 #include "torch/guard.hpp"
 #include "torch/objects.hpp"
+#include "torch/port/nccl_group.hpp"
 #include "torch/port/transports.hpp"
 
 namespace fsdp_torch {
@@ -140,6 +144,45 @@ extern "C" fsdp_status fsdp_torch_pass_messages(
       fsdp_torch::run(copy, transport);
     }
     fsdp_torch::wait(transport);
+    return FSDP_OK;
+  };
+}
+
+extern "C" fsdp_status fsdp_torch_broadcast(PyObject *group, PyObject *tensor,
+                                            const char *label, bool *was_sent,
+                                            fsdp_error *error) {
+  GUARDED(error) {
+    if (!THPVariable_Check(tensor)) {
+      throw std::invalid_argument("what is broadcast is not a tensor");
+    }
+    const at::Tensor &given = THPVariable_Unpack(tensor);
+    fsdp_torch::check_memory(given, "what is broadcast");
+    const c10::Device device = given.device();
+    *was_sent = false;
+    if (device.is_cpu()) return FSDP_OK;
+    fsdp_torch::Group found = fsdp_torch::group_from(group, device);
+    const pybind11::gil_scoped_release no_gil;
+    const c10::DeviceGuard on_device(device);
+    fsdp_torch::connect(found, device, 0);
+    fsdp_transport *transport = found.transport.get();
+    if (transport == nullptr || !fsdp_torch::is_nccl(*transport)) {
+      return FSDP_OK;
+    }
+    const c10::Stream stream =
+        c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+    fsdp_torch::know_stream(stream);
+    fsdp_call call = {};
+    call.channel = FSDP_CHANNEL_GATHER;
+    call.stream = stream.native_handle();
+    call.label = label;
+    constexpr fsdp_dtype kBytes = {static_cast<int32_t>(at::kByte), 1};
+    fsdp_error failure = {};
+    fsdp_torch::throw_unless_sent(
+        transport->ops->broadcast(transport, &call, given.data_ptr(),
+                                  static_cast<int64_t>(given.nbytes()), 0,
+                                  kBytes, nullptr, &failure),
+        failure);
+    *was_sent = true;
     return FSDP_OK;
   };
 }
