@@ -2,6 +2,8 @@
  * Tests of runtime/: which parameters no rank has a gradient of, found in the
  * reduction itself (Note [Unused parameters] in runtime/unused.c).
  */
+#include <string.h>
+
 #include "engine_failures.h"
 #include "runtime/engine_priv.h"
 
@@ -121,6 +123,24 @@ TEST(test_micro_batches) {
       check_micro_batches(&options, false);
     }
   }
+}
+
+/* However many units ask, the host waits once. */
+TEST(test_one_wait_for_all) {
+  const fsdp_param_spec specs[] = {{0, 4, RECORDER_F32, true},
+                                   {0, 8, RECORDER_F32, true}};
+  model_init(&m, NULL);
+  m.options.finds_unused = true;
+  model_plan(&m, "u", specs, 2);
+  model_plan(&m, "v", specs, 2);
+  model_start(&m);
+  PLAY("forward; pre_backward v; expect v 1; grad v 0");
+  PLAY("pre_backward u; expect u 1; grad u 1; clear; finish; check_grads");
+  const char *wait = strstr(recorder_tape(m.device), "synchronize");
+  CHECK(wait != NULL && strstr(wait + 1, "synchronize") == NULL);
+  CHECK(fsdp_unit_is_unused(m.units[0].unit, 0));
+  CHECK(fsdp_unit_is_unused(m.units[1].unit, 1));
+  PLAY("end");
 }
 
 /* Nested backwards reduce a unit twice: what the first one had is used. */

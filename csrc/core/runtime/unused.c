@@ -11,9 +11,12 @@
  * sum is 0 no rank has one.
  *
  * A rank with all gradients knows the answer without the sums. Another one
- * reads them: on a device the host then waits for the reduction, at the end of
- * backward. Frozen parameters are marked. Nested backwards may reduce a unit
- * twice in one: then a rank marks what it had in either.
+ * reads them: on a device the host then waits for the reductions, once, at the
+ * end of backward. It has to: whether `.grad` is None is for the host to know
+ * when backward returns, and depends on what the hosts of other ranks did,
+ * which only the reduction brings here. With `fills_unused` nobody asks. Frozen
+ * parameters are marked. Nested backwards may reduce a unit twice in one: then
+ * a rank marks what it had in either.
  */
 #include <string.h>
 
@@ -206,7 +209,10 @@ fsdp_status fsdp_unit_await_unused(fsdp_unit *unit, fsdp_error *error) {
   FSDP_TRY(ops->event_record(ops->context, engine->compute_done,
                              FSDP_LANE_COMPUTE, error));
   FSDP_TRY(ops->event_synchronize(ops->context, engine->compute_done, error));
-  unit->awaits_marks = false;
+  /* All that were copied so far are there: a backward waits once. */
+  for (size_t i = 0; i < engine->num_units; i++) {
+    engine->units[i]->awaits_marks = false;
+  }
 done:
   return status;
 }
