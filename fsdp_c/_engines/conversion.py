@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_c import _native
-from fsdp_c._engines.engine import ensure_engine, release_engine
+from fsdp_c._engines.engine import ensure_engine
 from fsdp_c._engines.summon import summoned
 from fsdp_c._units.base import ShardedModule, sharded_modules
 from fsdp_c._units.uses import is_taken
@@ -83,7 +83,7 @@ def _convert_unit(module: ShardedModule, fn: Callable[[Tensor], Tensor]) -> None
     device = devices.pop()
     config, name = module._sharded.config, module._sharded.name
     is_parallel = bool(module._sharded.originals.parallel)
-    release_engine(module)
+    module.release_engine()
 
     def make_unit() -> _native.Unit:
         for param, result in converted.items():

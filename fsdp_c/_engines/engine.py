@@ -1,7 +1,7 @@
 """Engines: which units run together, and which module is the root.
 
 Note [Roots]
-A wrapped module that is called without an engine makes one over all units in it and
+A sharded module that is called without an engine makes one over all units in it and
 becomes their root. When a module that contains it is called later, that module makes a
 new engine over all units, which the others join. No root is final, so it does no harm
 to call or summon a submodule first.
@@ -20,15 +20,21 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
+import torch
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_c import _native
-from fsdp_c._engines.optimizer_in_backward import adopt_in_backward_optimizers, unit_of
+from fsdp_c._engines.in_backward import adopt_in_backward_optimizers
 from fsdp_c._engines.order_warning import watch_order
-from fsdp_c._torch_compat import interpreted_with_callees, replace_autograd_engine
-from fsdp_c._units.base import Running, ShardedModule, sharded_modules
+from fsdp_c._torch_compat import (
+    interpreted_with_callees,
+    outside_transforms,
+    replace_autograd_engine,
+)
+from fsdp_c._units.base import ShardedModule, sharded_modules
+from fsdp_c._units.owner import Running, owners_in, owners_of
 
 # Called with the root of every engine that is made.
 engine_listeners: list[Callable[[nn.Module], object]] = []
@@ -43,7 +49,7 @@ def _hook_optimizers() -> None:
 
 
 @functools.cache
-def watch_backwards() -> None:
+def _watch_backwards() -> None:
     """Tell the engines of a call of autograd's; see csrc/torch/backward_calls.cpp."""
     replace_autograd_engine(_native.watched_engine)
 
@@ -55,39 +61,44 @@ def _show_shards(*_: Any) -> None:
 
 
 @interpreted_with_callees
-def ensure_engine(module: ShardedModule) -> _native.Engine:
-    """Return the engine of ``module``; see Note [Roots].
+def ensure_engine(module: nn.Module) -> _native.Engine:
+    """Return the engine of a sharded module, of either API; see Note [Roots].
 
-    Raises RuntimeError inside a step with another engine, or if a parameter was
-    replaced after wrapping; ValueError if units are on several devices.
+    Raises:
+        RuntimeError: A unit is in the middle of a step with another engine, or a
+            parameter was replaced after wrapping, or has no memory.
+        ValueError: The units are on several devices.
     """
-    if module._running is None:
-        modules = list(sharded_modules(module))
-        for each in modules:
-            each._sharded.originals.check()
-            adopt_in_backward_optimizers(unit_of(each))
-        engine = _native.Engine([each._sharded.unit for each in modules])
-        watch_backwards()
-        is_debugging = c10d.get_debug_level() != c10d.DebugLevel.OFF  # INFO or DETAIL
-        engine.check_order(is_debugging)
-        if is_debugging:
-            ref = weakref.ref(module)
-            units = [(each._sharded.unit, each.wrapped) for each in modules]
-            watch_order(units, lambda: _engine_of(ref()))
-        running = Running(engine, weakref.ref(module), WeakSet(modules))
-        for each in modules:
-            each.join_engine(running)
-        if any(each._sharded.config.keeps_params for each in modules):
-            _hook_optimizers()
-            _keeping.add(module)
-        for listener in engine_listeners:
-            listener(module)
-    assert module._running is not None
-    return module._running.engine
+    owner = owners_of(module)[0]
+    if owner._running is None:
+        # What is made here must not be torch.func's, nor inference mode's, alone.
+        with outside_transforms(), torch.inference_mode(False), torch.no_grad():
+            _make_engine(module)
+    assert owner._running is not None
+    return owner._running.engine
 
 
-def _engine_of(module: ShardedModule | None) -> _native.Engine | None:
-    return None if module is None else module._engine
+def _make_engine(module: nn.Module) -> None:
+    owners = owners_in(module)
+    units = [owner.prepare_unit(name) for owner, name in owners.items()]
+    for owner in owners:
+        adopt_in_backward_optimizers(owner)
+    engine = _native.Engine(units)
+    _watch_backwards()
+    is_debugging = c10d.get_debug_level() != c10d.DebugLevel.OFF  # INFO or DETAIL
+    engine.check_order(is_debugging)
+    if is_debugging:
+        watch_order(list(zip(owners, units, strict=True)))
+    running = Running(engine, tuple(map(weakref.ref, owners)))
+    for owner in owners:
+        owner.join_engine(running)
+    for owner in owners:
+        owner.begin_in_engine()
+    if any(each._sharded.config.keeps_params for each in sharded_modules(module)):
+        _hook_optimizers()
+        _keeping.add(next(sharded_modules(module)))
+    for listener in engine_listeners:
+        listener(module)
 
 
 @contextmanager
@@ -104,15 +115,7 @@ def shards_shown(module: ShardedModule) -> Iterator[None]:
         unit.show_kept(True)
 
 
-def release_engine(module: ShardedModule) -> None:
-    """Let the engine of ``module`` go, for all its units; the next call makes one."""
-    if module._running is None:
-        return
-    for each in module._running.members:
-        each.join_engine(None)
-
-
 def ensure_engines(module: nn.Module) -> list[_native.Engine]:
-    """Return the engines of all wrapped modules in ``module``, parents first."""
-    engines = [ensure_engine(each) for each in sharded_modules(module)]
+    """Return the engines of all sharded modules in ``module``, parents first."""
+    engines = [ensure_engine(each) for each in module.modules() if owners_of(each)]
     return list({id(engine): engine for engine in engines}.values())

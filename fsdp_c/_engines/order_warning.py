@@ -7,44 +7,40 @@ its forwards. The comparison between ranks is native.
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from fsdp_c import _native
 from fsdp_c._torch_compat import interpreted_with_callees
+from fsdp_c._units.owner import Owner
 
 
-def watch_order(
-    units: Sequence[tuple[_native.Unit, nn.Module]],
-    engine_of: Callable[[], _native.Engine | None],
-) -> None:
+def watch_order(owned: Sequence[tuple[Owner, _native.Unit]]) -> None:
     """Warn, once, when training runs units in another order than at first.
 
     The first iteration of training is the one to compare with, as in FSDP1. Replaces
     an earlier watch.
 
     Args:
-        units: Of one engine, its root first, each with a module of it. An iteration
-            begins where the root runs.
-        engine_of: Returns the engine that the root has now.
+        owned: The owners and units of one engine, its root first. An iteration begins
+            where the root runs; of several modules none does it.
     """
-    watch = _Watch(units[0][0].name, engine_of)
-    for unit, module in units:
-        note = functools.partial(watch.note, unit.name, weakref.ref(module))
+    root, its_unit = owned[0]
+    if len(root.unit_modules) > 1:
+        return
+    watch = _Watch(its_unit.name)
+    for owner, unit in owned:
+        note = functools.partial(watch.note, unit.name, weakref.ref(owner))
         unit.note_forwards(note)
 
 
 class _Watch:
     """The order of one engine's units, by name."""
 
-    def __init__(
-        self, root: str, engine_of: Callable[[], _native.Engine | None]
-    ) -> None:
+    def __init__(self, root: str) -> None:
         self._root = root
-        self._engine_of = engine_of
         # Of the first iteration; grows until the root runs again.
         self._first: list[str] = []
         self._is_known = False
@@ -52,12 +48,13 @@ class _Watch:
         self._has_warned = False
 
     @interpreted_with_callees
-    def note(self, name: str, ref: "weakref.ref[nn.Module]") -> None:
+    def note(self, name: str, ref: "weakref.ref[Owner]") -> None:
         """A forward of the unit begins."""
-        module, engine = ref(), self._engine_of()
-        if self._has_warned or module is None or engine is None:
+        owner = ref()
+        engine = None if owner is None else owner._engine
+        if self._has_warned or owner is None or engine is None:
             return
-        is_training = module.training and torch.is_grad_enabled()
+        is_training = owner.unit_modules[0].training and torch.is_grad_enabled()
         # In backward it is a recomputation.
         if not is_training or engine.in_backward:
             return

@@ -12,12 +12,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp_c._fully_shard.arguments import Arguments, check_arguments
+from fsdp_c._fully_shard.forward import run_forward
 from fsdp_c._fully_shard.group import Group, group_of, own_modules
 from fsdp_c._fully_shard.meshes import data_mesh_from
 from fsdp_c._fully_shard.module import FSDPModule, _check_fsdp_modules
 from fsdp_c._fully_shard.rows import shard_param
 from fsdp_c._fully_shard.sharded_params import Place, register
-from fsdp_c._fully_shard.shared_engine import run_forward
 from fsdp_c._fully_shard.stages import StageState
 from fsdp_c._fully_shard.torch_state_dicts import correct_state_dicts
 from fsdp_c._torch_compat import interpreted, note_fully_sharded

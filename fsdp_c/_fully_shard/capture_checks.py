@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_c import _native
-from fsdp_c._fully_shard.either import engines_in, units_in
-from fsdp_c._fully_shard.offload import is_offloading
+from fsdp_c._engines.models import engines_in, units_in
+from fsdp_c._engines.offload import is_offloading
 from fsdp_c._state.optim.classes import steps_wholes
 from fsdp_c._torch_compat import local_tensor
 

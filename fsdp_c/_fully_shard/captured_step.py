@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from fsdp_c import _native
+from fsdp_c._engines.models import engines_in, reset, units_in
 from fsdp_c._fully_shard.capture_checks import (
     check_model,
     check_optimizer,
@@ -32,7 +33,6 @@ from fsdp_c._fully_shard.capture_checks import (
     memory_of,
     prepare_nccl,
 )
-from fsdp_c._fully_shard.either import engines_in, reset, units_in
 from fsdp_c._units.agree import on_any_rank
 
 

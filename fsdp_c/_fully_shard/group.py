@@ -10,31 +10,30 @@ local tensors become views of its shard. What changes the DTensors themselves, a
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
 from fsdp_c import _native
-from fsdp_c._engines.optimizer_in_backward import FollowedUnit
 from fsdp_c._fully_shard.arguments import Arguments
 from fsdp_c._fully_shard.comms import Comms
 from fsdp_c._fully_shard.settings import GroupSettings
 from fsdp_c._fully_shard.several import Runs
 from fsdp_c._fully_shard.sharded_params import Place, ShardedParams
-from fsdp_c._torch_compat import interpreted_with_callees
 from fsdp_c._units.cuts import Cut
+from fsdp_c._units.owner import Owner, UnitFacts, owners_in, owners_of
+
+# Of torch's ShardingStrategy: by whether there are replicas, and whether the unit
+# reshards after forward.
+_STRATEGIES = {
+    (False, True): "FULL_SHARD",
+    (False, False): "SHARD_GRAD_OP",
+    (True, True): "HYBRID_SHARD",
+    (True, False): "_HYBRID_SHARD_ZERO2",
+}
 
 
-class SharedEngine(NamedTuple):
-    """An engine, the group of its root, all groups, and those of several modules."""
-
-    engine: _native.Engine
-    root: "weakref.ref[Group]"
-    groups: "list[weakref.ref[Group]]"
-    several: "list[weakref.ref[Group]]"
-
-
-class Group:
+class Group(Owner):
     """The modules, their sharded parameters and the unit.
 
     Attributes:
@@ -45,7 +44,7 @@ class Group:
         comms: The collectives of the user's own.
         runs: Of these modules in a forward.
         unit: None until the first use, and after a conversion.
-        running: The engine that it is part of; None until the first call.
+        several: Of the root: the groups of several modules in its engine.
         before_run: Called with a module and its inputs before it runs, or None.
     """
 
@@ -66,15 +65,21 @@ class Group:
         self.comms = Comms()
         self.runs = Runs(modules)
         self.unit: _native.Unit | None = None
-        self.running: SharedEngine | None = None
+        self.several: list[weakref.ref[Group]] = []
         self.before_run: Callable[[nn.Module, Any], object] | None = None
-        self._follower: Callable[[], object] | None = None
+        self._running = self._follower = None
+        self._requested = ""  # the unit's state before a new engine, if unshard()ed
         self._hide_kept_from_state_dicts()
 
     # The unit --------------------------------------------------------------
 
-    def ensure_unit(self, name: str) -> _native.Unit:
-        """Return the unit, made if there is none.
+    @property
+    def made_unit(self) -> _native.Unit | None:
+        """The unit; None until the first use, and after a conversion."""
+        return self.unit
+
+    def prepare_unit(self, name: str) -> _native.Unit:
+        """Return the unit, made if there is none, and resharded.
 
         Args:
             name: Of the module in the root; empty for the root itself.
@@ -90,7 +95,9 @@ class Group:
             self.unit = self._make_unit(name, extended)
             self.comms.apply(self.unit)
             self.params.bind(self.unit, keeps_part=self.settings.keeps_part)
-            self._follow(self._follower)
+            self.follow_reductions(self._follower)
+        self._requested = self.unit.state if self.unit.is_requested else ""
+        self.unit.reshard()  # the old engine has the memory
         return self.unit
 
     def _make_unit(self, name: str, extended: list[bool]) -> _native.Unit:
@@ -101,7 +108,7 @@ class Group:
             for group in (data.shard_group, data.replica_group)
         )
         return _native.Unit(
-            self.label(name or type(self.modules[0]).__name__),
+            self.unit_name(name),
             self.params.plain,
             shard_group=shard_group,
             replica_group=replica_group,
@@ -131,65 +138,98 @@ class Group:
         """
         if self.unit is None:
             return
-        if self.running is not None:
-            if self.is_in_step:
-                raise RuntimeError(
-                    f"unit {self.unit.name!r} cannot be converted or moved in the "
-                    "middle of a step: do it between backward and forward"
-                )
-            for group in self.running.groups:
-                other = group()
-                if other is not None and other.unit is not None:
-                    other.unit.reshard()  # its engine goes
-                    other.running = None
+        if self.is_in_step:
+            raise RuntimeError(
+                f"unit {self.unit.name!r} cannot be converted or moved in the middle "
+                "of a step: do it between backward and forward"
+            )
+        self.release_engine()
         self.unit = None
         self.params.unbind()
 
     def label(self, name: str) -> str:
         """Return the unit's name; ``name`` is its module's, which may have several."""
-        groups = groups_of(self.modules[0])
+        groups = owners_of(self.modules[0])
         number = groups.index(self) if self in groups else 0
         if number == 0:
             return name
         dims = self.arguments.data.mesh.mesh_dim_names or (str(number),)
         return f"{name} ({'_'.join(dims)})".lstrip()
 
-    def followed(self, name: str) -> FollowedUnit:
-        """Return what an optimizer needs; ``name`` is that of the module."""
-        label = self.label(name or type(self.modules[0]).__name__)
-        has_optimizer = self._follower is not None
-        return FollowedUnit(label, self.params.current(), has_optimizer, self._follow)
+    def unit_name(self, name: str) -> str:
+        """Return the unit's name, which is never empty."""
+        return self.label(name or type(self.modules[0]).__name__)
 
-    def _follow(self, function: Callable[[], object] | None) -> None:
-        """Run ``function`` after each reduction, of a later unit too."""
-        self._follower = function
-        if self.unit is None or function is None:
-            return
-        owner = weakref.ref(self)  # the function may lead back to the group
+    def unit_facts(self, name: str) -> UnitFacts:
+        """Return what tools ask of the unit; ``name`` is that of its module."""
+        arguments = self.arguments
+        # A module's further groups have none of their own.
+        its_modules = self.modules if group_of(self.modules[0]) is self else ()
+        reshards = self.settings.reshards
+        if reshards is None:
+            is_root = not name if self._running is None else self._is_root
+            reshards = not is_root
+        return UnitFacts(
+            name=self.label(name),
+            strategy=_STRATEGIES[arguments.has_replicas, reshards],
+            device=arguments.device,
+            shard_group=arguments.data.shard_group,
+            replica_group=arguments.data.replica_group,
+            segments=(
+                self.params.layout() if self.unit is None else self.unit
+            ).segments,
+            param_dtype=arguments.precision.param_dtype,
+            reduce_dtype=arguments.precision.reduce_dtype,
+            buffer_dtype=None,
+            buffer_dtypes=tuple(
+                buffer.dtype
+                for _, module in own_modules(its_modules)
+                for buffer in module.buffers(recurse=False)
+            ),
+            forward_prefetch=bool(self.settings.prefetches[0]),
+            backward_prefetch="BACKWARD_PRE",
+        )
 
-        @interpreted_with_callees
-        def run() -> None:
-            group = owner()
-            if group is not None and group._follower is not None:
-                group._follower()
-
-        self.unit.follow_reductions(run)
+    def stepped_params(self) -> list[nn.Parameter]:
+        """Return the sharded parameters, registered from now on."""
+        self.hide_kept()
+        return self.params.current()
 
     # Where it is -------------------------------------------------------------
 
-    @property
-    def is_root(self) -> bool:
-        """Whether its modules are the root of its engine."""
-        root = None if self.running is None else self.running.root()
-        return root is not None and root.modules == self.modules
+    def begin_in_engine(self) -> None:
+        """Tell the unit what was set, and gather what was unshard()ed before."""
+        assert self.unit is not None
+        self.several = []
+        if self._running is not None and self._running.root() is self:
+            groups = [each() for each in self._running.members]
+            self.several = [
+                weakref.ref(group)
+                for group in groups
+                if isinstance(group, Group) and len(group.modules) > 1
+            ]
+        self.apply_settings()
+        if self._requested:
+            self.unit.unshard()
+        if self._requested == "UNSHARDED":
+            self.unit.wait_unshard()
+
+    def leave_engine(self) -> None:
+        """Run in no engine until the next call."""
+        if self.unit is not None:
+            self.unit.reshard()  # the engine has the memory
+        super().leave_engine()
 
     @property
-    def is_in_step(self) -> bool:
-        """Whether its engine runs forward or backward."""
-        running = self.running
-        return running is not None and (
-            running.engine.in_forward or running.engine.in_backward
-        )
+    def unit_modules(self) -> tuple[nn.Module, ...]:
+        """Those passed to fully_shard()."""
+        return self.modules
+
+    @property
+    def _is_root(self) -> bool:
+        """Whether its modules are the root of its engine."""
+        root = None if self._running is None else self._running.root()
+        return isinstance(root, Group) and root.modules == self.modules
 
     @property
     def shows_kept(self) -> bool:
@@ -224,7 +264,7 @@ class Group:
     def reshards_after_forward(self) -> bool:
         """What was set, or what follows from being the root."""
         reshards = self.settings.reshards
-        return not self.is_root if reshards is None else reshards
+        return not self._is_root if reshards is None else reshards
 
     def change(self, **settings: Any) -> None:
         """Change some of the settings."""
@@ -235,7 +275,7 @@ class Group:
         """Tell the unit what was set; after each change, and in a new engine."""
         if self.unit is None:
             return
-        settings, running = self.settings, self.running
+        settings, running = self.settings, self._running
         if not settings.syncs:
             sync = _native.SYNC_NONE
         elif not settings.all_reduces and self.arguments.has_replicas:
@@ -260,7 +300,7 @@ class Group:
             units = [
                 other.unit
                 for other in others
-                if other and other.unit and other.running is running
+                if other and other.unit and other._running is running
             ]
             self.unit.set_prefetches(bool(in_backward), units)
 
@@ -281,21 +321,10 @@ class Group:
             self.comms.apply(self.unit)
 
 
-@interpreted_with_callees
-def groups_of(module: Any) -> tuple[Group, ...]:
-    """Return the groups of a module that fully_shard() was called on.
-
-    Several, if its parameters are on several meshes.
-    """
-    groups: tuple[Group, ...] = getattr(module, "__dict__", {}).get(
-        "_fsdp_c_groups", ()
-    )
-    return groups
-
-
 def group_of(module: Any) -> Group | None:
-    """Return the first of them; None: it was not called on the module."""
-    return next(iter(groups_of(module)), None)
+    """Return the first group of a module; None: fully_shard() did not shard it."""
+    groups = (each for each in owners_of(module) if isinstance(each, Group))
+    return next(groups, None)
 
 
 def own_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -316,9 +345,6 @@ def own_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]
 
 
 def groups_in(module: nn.Module) -> dict[Group, str]:
-    """Return the groups in ``module``, parents first, with the names of modules."""
-    groups: dict[Group, str] = {}
-    for name, submodule in module.named_modules():
-        for group in groups_of(submodule):
-            groups.setdefault(group, name)
-    return groups
+    """Return the groups among the owners in ``module``; see owners_in()."""
+    owners = owners_in(module).items()
+    return {each: name for each, name in owners if isinstance(each, Group)}

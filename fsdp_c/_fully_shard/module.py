@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
+from fsdp_c._engines.engine import ensure_engine
+from fsdp_c._fully_shard.forward import run_forward
 from fsdp_c._fully_shard.group import Group, groups_in
-from fsdp_c._fully_shard.shared_engine import ensure_engine, run_forward
 from fsdp_c._torch_compat import interpreted
 
 
@@ -125,8 +126,8 @@ class FSDPModule(TorchFSDPModule):
             RuntimeError: Called on a module that is not the root.
         """
         group = self._root("reset_iter_state")
-        if group.running is not None:
-            group.running.engine.reset()
+        if group._running is not None:
+            group._running.engine.reset()
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Let :meth:`finalize_backward` reduce what backwards without sync have kept.
@@ -158,13 +159,13 @@ class FSDPModule(TorchFSDPModule):
                 :meth:`set_manual_backward_finalization`, or inside a step.
         """
         root = self._root("finalize_backward")
-        if root.running is not None:
+        if root._running is not None:
             if not root.settings.finalizes_by_hand:
                 raise RuntimeError(
                     "finalize_backward requires manual backward finalization. Call "
                     "set_manual_backward_finalization(True) before forward"
                 )
-            root.running.engine.reduce_kept()
+            root._running.engine.reduce_kept()
         return GradientReductionHandle() if async_op else None
 
     # Settings --------------------------------------------------------------
@@ -289,8 +290,8 @@ class FSDPModule(TorchFSDPModule):
             is_last_backward: Whether the coming backwards wait for their reductions.
         """
         group = self._fsdp_c_groups[0]
-        root = group if group.running is None else group.running.root()
-        if root is not None:
+        root = group if group._running is None else group._running.root()
+        if isinstance(root, Group):
             root.change(is_last_backward=is_last_backward)
 
     def set_reshard_after_backward(
@@ -474,7 +475,7 @@ class FSDPModule(TorchFSDPModule):
     def _root(self, method: str) -> Group:
         """Return the module's group; before the first forward any may be the root."""
         group = self._fsdp_c_groups[0]
-        if group.running is not None and not group.is_root:
+        if group._running is not None and not group._is_root:
             raise RuntimeError(
                 f"{method} must be called on the root, the module that was called "
                 f"first, not on {type(self).__name__} inside it"

@@ -80,6 +80,22 @@ class ShardedParams:
         """Whether each has fsdp_pre_all_gather."""
         return [index in self._extensions for index in range(len(self.plain))]
 
+    def layout(self) -> _native.Layout:
+        """Return the layout that the unit will have: a segment for each parameter."""
+        return _native.Layout(
+            [
+                (cut.local_shape.numel(), param.dtype, param.requires_grad)
+                for param, cut in zip(self.sharded, self.cuts, strict=True)
+            ],
+            self._arguments.data.num_shards,
+            align_params=False,
+            align_shards=False,
+            row_numels=[
+                cut.local_shape.numel() // max(cut.local_shape[cut.dim], 1)
+                for cut in self.cuts
+            ],
+        )
+
     def current(self) -> list[nn.Parameter]:
         """Return the sharded parameters, with what the user registered instead."""
         if self._unit is None:

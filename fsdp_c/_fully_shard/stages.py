@@ -24,5 +24,5 @@ class StageState:
 
     def _root_post_backward_final_callback(self) -> None:
         group = self._group()
-        if group is not None and group.running is not None:
-            group.running.engine.reduce_kept()
+        if group is not None and group._running is not None:
+            group._running.engine.reduce_kept()

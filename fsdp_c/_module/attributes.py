@@ -8,7 +8,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp.api import ShardingStrategy
 
 from fsdp_c._engines.conversion import convert
-from fsdp_c._engines.engine import ensure_engine, release_engine
+from fsdp_c._engines.engine import ensure_engine
 from fsdp_c._engines.flat_views import flat_views
 from fsdp_c._torch_compat import (
     CHECKPOINT_WRAPPED_MODULE,
@@ -20,6 +20,8 @@ from fsdp_c._torch_compat import (
 )
 from fsdp_c._units.base import ShardedModule
 from fsdp_c._units.originals import FlatParameter
+from fsdp_c._units.owner import UnitFacts
+from fsdp_c._units.params import own_modules
 
 
 class FlatParamHandle:
@@ -240,7 +242,30 @@ class Attributes(ShardedModule):
     def _reset_lazy_init(self) -> None:
         """Let the next call decide anew which module is the root; between steps."""
         self._assert_idle("_reset_lazy_init")
-        release_engine(self)
+        self.release_engine()
+
+    def unit_facts(self, name: str) -> UnitFacts:
+        """Return what tools ask of the unit; ``name`` is that of its module."""
+        sharded, config = self._sharded, self._sharded.config
+        prefetch = config.backward_prefetch
+        return UnitFacts(
+            name=name,
+            strategy=config.sharding_strategy.name,
+            device=self.compute_device,
+            shard_group=config.groups.shard_group,
+            replica_group=config.groups.replica_group,
+            segments=sharded.unit.segments,
+            param_dtype=config.mixed_precision.param_dtype,
+            reduce_dtype=config.mixed_precision.reduce_dtype,
+            buffer_dtype=config.mixed_precision.buffer_dtype,
+            buffer_dtypes=tuple(
+                buffer.dtype
+                for _, each in own_modules(self.wrapped, sharded.ignored.modules)
+                for buffer in each.buffers(recurse=False)
+            ),
+            forward_prefetch=config.forward_prefetch,
+            backward_prefetch="" if prefetch is None else prefetch.name,
+        )
 
     def extra_repr(self) -> str:
         """Say how the module is sharded."""

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from fsdp_c import _native
 from fsdp_c._engines.engine import ensure_engine, shards_shown
-from fsdp_c._engines.optimizer_in_backward import (
+from fsdp_c._engines.in_backward import (
     adopt_in_backward_optimizers,
     check_no_optimizer,
-    unit_of,
 )
 from fsdp_c._module.attributes import Attributes
 from fsdp_c._module.parallel_norm import clip_parallel
@@ -159,7 +158,7 @@ class GradientMethods(Attributes):
             raise ValueError(f"max_norm must be a number, got {max_norm!r}")
         for each in sharded_modules(self):
             each._sharded.originals.check()
-            adopt_in_backward_optimizers(unit_of(each))
+            adopt_in_backward_optimizers(each)
         check_no_optimizer(self, "clip_grad_norm_()")
         with shards_shown(self), torch.no_grad():
             held = [p for p in self.parameters() if p.requires_grad and p.numel() > 0]

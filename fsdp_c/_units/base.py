@@ -4,13 +4,11 @@ Everything else reads: the frozen value :class:`ShardedUnit`, which engine runs 
 module, and the load that it is in.
 """
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -30,6 +28,7 @@ from fsdp_c._units.config import Config
 from fsdp_c._units.groups import Groups
 from fsdp_c._units.names import WRAPPED_MODULE
 from fsdp_c._units.originals import Originals
+from fsdp_c._units.owner import Owner, owners_in
 from fsdp_c._units.uses import ParamUse
 
 
@@ -67,14 +66,6 @@ class ShardedUnit:
         return self.originals.uses
 
 
-class Running(NamedTuple):
-    """The engine of some wrapped modules."""
-
-    engine: _native.Engine
-    root: "weakref.ref[ShardedModule]"
-    members: "WeakSet[ShardedModule]"
-
-
 @dataclass(slots=True)
 class Load:
     """One module's part of a load_state_dict()."""
@@ -86,7 +77,7 @@ class Load:
     error_msgs: list[str] | None = None  # torch's list; None until the module's turn
 
 
-class ShardedModule(nn.Module):
+class ShardedModule(Owner, nn.Module):
     """Base of FullyShardedDataParallel: the fields, and the methods that change them.
 
     The names of the methods are long because they hide those of the wrapped module.
@@ -97,13 +88,10 @@ class ShardedModule(nn.Module):
     compute_device: torch.device
     process_group: ProcessGroup
     _sharded: ShardedUnit
-    _running: Running | None  # None until the first call
     _state_dict_load: Load | None  # None outside of load_state_dict()
     # FSDP1's names for what register_comm_hook was given.
     _comm_hook: Callable[..., Any] | None
     _comm_hook_state: Any
-    # Runs after each reduction; see fsdp_c._engines.optimizer_in_backward.
-    _follower: Callable[[], object] | None
     # Methods that run like forward; see fsdp_c._engines.forward_methods.
     _forward_methods: frozenset[str]
     _state_dict_settings: StateDictSettings
@@ -148,32 +136,20 @@ class ShardedModule(nn.Module):
         self.adopt_unit(self.wrapped, replace(sharded, unit=unit))
         sharded.originals.rebind(unit)
 
-    def join_engine(self, running: Running | None) -> None:
-        """Run in another engine, or in none until the next call."""
-        self._running = running
-        if running is not None:
-            self._sharded.buffers.activate()
+    def prepare_unit(self, name: str) -> _native.Unit:
+        """Return the unit; RuntimeError if a parameter was replaced."""
+        self._sharded.originals.check()
+        return self._sharded.unit
+
+    def begin_in_engine(self) -> None:
+        """Cast the buffers."""
+        self._sharded.buffers.activate()
 
     def adopt_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
         """Let ``hook`` reduce the unit's gradients."""
         # Not by setattr(): a module among them would become a child.
         vars(self).update(_comm_hook=hook, _comm_hook_state=state)
         self._sharded.unit.set_reduce_hook(state, hook)
-
-    def follow_reductions(self, function: Callable[[], object] | None) -> None:
-        """Let an optimizer's ``function()`` run when the unit has been reduced."""
-        self._follower = function
-        if function is None:
-            self._sharded.unit.follow_reductions(None)
-            return
-        owner = weakref.ref(self)  # the function may lead back to the module
-
-        def run() -> None:
-            module = owner()
-            if module is not None and module._follower is not None:
-                module._follower()
-
-        self._sharded.unit.follow_reductions(run)
 
     def add_forward_method(self, name: str) -> None:
         self._forward_methods |= {name}
@@ -195,8 +171,25 @@ class ShardedModule(nn.Module):
     # Looking ---------------------------------------------------------------
 
     @property
-    def has_optimizer(self) -> bool:
-        return self._follower is not None
+    def made_unit(self) -> _native.Unit:
+        """The unit."""
+        return self._sharded.unit
+
+    @property
+    def unit_modules(self) -> tuple[nn.Module]:
+        """The wrapped module."""
+        return (self.wrapped,)
+
+    def unit_name(self, name: str) -> str:
+        """Return the name that the unit was made with."""
+        return self._sharded.name
+
+    def stepped_params(self) -> list[nn.Parameter]:
+        """Return the flat parameters, or the original ones."""
+        originals = self._sharded.originals
+        return list(originals.flat_params()) or list(
+            dict.fromkeys(use.param for use in originals.uses)
+        )
 
     @property
     def wrapped(self) -> nn.Module:
@@ -221,20 +214,6 @@ class ShardedModule(nn.Module):
             )
         return self._group_mesh
 
-    @property
-    def _engine(self) -> _native.Engine | None:
-        return None if self._running is None else self._running.engine
-
-    @property
-    def is_in_step(self) -> bool:
-        engine = self._engine
-        return engine is not None and (engine.in_forward or engine.in_backward)
-
-    @property
-    def _is_root(self) -> bool | None:
-        """FSDP1's name; None until the first call."""
-        return None if self._running is None else self._running.root() is self
-
     _state_dict_type = property(attrgetter("_state_dict_settings.state_dict_type"))
     _state_dict_config = property(attrgetter("_state_dict_settings.state_dict_config"))
     _optim_state_dict_config = property(
@@ -257,6 +236,14 @@ def require_sharded(model: nn.Module) -> list[ShardedModule]:
             f"{type(model).__name__}: pass the wrapped model"
         )
     return modules
+
+
+def require_owners(model: nn.Module) -> dict[Owner, str]:
+    """Return the owners in ``model``, of either API, by owners_in(); at least one."""
+    owners = owners_in(model) if isinstance(model, nn.Module) else {}
+    if not owners:
+        require_sharded(model)  # raises
+    return owners
 
 
 def refuse_fully_shard(model: nn.Module, remedy: str) -> None:

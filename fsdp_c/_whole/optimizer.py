@@ -19,12 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsdp_c._engines.optimizer_in_backward import unit_of
-from fsdp_c._fully_shard.group import groups_in
 from fsdp_c._fully_shard.row_parts import parts_in
 from fsdp_c._state.parts import ParamPart
 from fsdp_c._units.agree import on_any_rank
-from fsdp_c._units.base import sharded_modules
+from fsdp_c._units.owner import owners_in
 from fsdp_c._whole.owned import (
     Dealt,
     Travelling,
@@ -103,16 +101,12 @@ def product_cost(shape: torch.Size) -> int:
 def _check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a module, got {type(model).__name__}")
-    groups = groups_in(model)
-    for group in groups:
-        group.hide_kept()  # parameters are to be the sharded ones
-    units = [group.followed(name) for group, name in groups.items()]
-    units += [unit_of(module) for module in sharded_modules(model)]
-    for unit in units:
-        if unit.has_optimizer:
+    for owner, name in owners_in(model).items():
+        owner.stepped_params()  # parameters are to be the sharded ones
+        if owner.has_optimizer:
             raise ValueError(
-                f"unit {unit.name!r} steps an optimizer in backward, where no "
-                "parameter is whole: leave out optimizer_in_backward"
+                f"unit {owner.unit_name(name)!r} steps an optimizer in backward, where "
+                "no parameter is whole: leave out optimizer_in_backward"
             )
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_c._fully_shard.either import UnitFacts, units_in
+from fsdp_c._engines.models import units_in
+from fsdp_c._units.owner import UnitFacts
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from fsdp_c._engines import engine
-from fsdp_c._fully_shard.either import root_engine
+from fsdp_c._engines.models import root_engine
 from fsdp_c._fully_shard.group import group_of
 from fsdp_c.trace._recording import Timeline, start
 

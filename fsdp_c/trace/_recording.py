@@ -13,12 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_c import _native
-from fsdp_c._fully_shard.either import (
-    UnitFacts,
-    engines_with_units,
-    memory_stats,
-    units_in,
-)
+from fsdp_c._engines.models import engines_with_units, memory_stats, units_in
+from fsdp_c._units.owner import UnitFacts
 from fsdp_c.trace._data import (
     Recorded,
     Span,

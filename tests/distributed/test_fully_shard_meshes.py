@@ -33,8 +33,8 @@ from torch.distributed.tensor import (
 
 import fsdp_c.checkpoint
 from fsdp_c import FSDPModule, fully_shard
+from fsdp_c._engines.models import units_in
 from fsdp_c._fully_shard import arguments
-from fsdp_c._fully_shard.either import units_in
 from helpers.distributed import distributed
 from helpers.groups import device_under_test, groups_destroyed, groups_kept, kept_mesh
 from helpers.models import Inputs

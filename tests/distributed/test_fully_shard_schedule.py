@@ -24,7 +24,7 @@ class _Gathers:
         self.take()
 
     def take(self) -> list[str]:
-        running = self._model._fsdp_c_groups[0].running
+        running = self._model._fsdp_c_groups[0]._running
         if running is None:
             return []
         found = []

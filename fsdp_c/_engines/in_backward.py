@@ -5,9 +5,45 @@ from collections.abc import Callable, Sequence
 from torch import nn
 from torch.optim import Optimizer
 
-from fsdp_c._engines.optimizer_in_backward import adopt_in_backward_optimizers, unit_of
-from fsdp_c._fully_shard.group import groups_in
-from fsdp_c._units.base import require_sharded
+from fsdp_c._torch_compat import in_backward_optimizers, remove_in_backward_hooks
+from fsdp_c._units.base import ShardedModule, require_owners, sharded_modules
+from fsdp_c._units.owner import Owner
+
+
+def adopt_in_backward_optimizers(owner: Owner) -> bool:
+    """Run what torch's ``_apply_optimizer_in_backward`` left on parameters.
+
+    Its own hooks would step whole parameters with gradients that are not reduced, or
+    sharded ones never. Return whether there was anything.
+    """
+    if owner.has_optimizer:
+        return False
+    params = [each for each in owner.stepped_params() if in_backward_optimizers(each)]
+    if not params:
+        return False
+    for param in params:
+        remove_in_backward_hooks(param)
+
+    def step() -> None:
+        for param in params:
+            for optimizer in in_backward_optimizers(param):
+                if param.grad is not None:
+                    optimizer.step()
+            param.grad = None
+
+    owner.follow_reductions(step)
+    return True
+
+
+def check_no_optimizer(module: ShardedModule, what: str) -> None:
+    """Refuse ``what`` if the optimizer of a unit in ``module`` steps in backward."""
+    for each in sharded_modules(module):
+        if each.has_optimizer:
+            raise RuntimeError(
+                f"{what} needs the gradients of all units at once, but unit "
+                f"{each._sharded.name!r} steps its optimizer in backward and lets its "
+                "gradients go: clip inside the optimizer, or step it after backward"
+            )
 
 
 def optimizer_in_backward(
@@ -46,28 +82,24 @@ def optimizer_in_backward(
         ... )
         >>> model(batch).sum().backward()  # steps  # doctest: +SKIP
     """
-    groups = groups_in(model) if isinstance(model, nn.Module) else {}
-    for group in groups:
-        group.hide_kept()  # parameters() is to be the sharded ones
-    units = [group.followed(name) for group, name in groups.items()] or [
-        unit_of(module) for module in require_sharded(model)
-    ]
-    for unit in units:
-        if unit.has_optimizer or adopt_in_backward_optimizers(unit):
+    owners = require_owners(model)
+    for owner, name in owners.items():
+        if owner.has_optimizer or adopt_in_backward_optimizers(owner):
             raise ValueError(
-                f"unit {unit.name!r} has an optimizer in backward already: build one "
-                "optimizer, with several groups"
+                f"unit {owner.unit_name(name)!r} has an optimizer in backward already: "
+                "build one optimizer, with several groups"
             )
+    params = {owner: owner.stepped_params() for owner in owners}
     optimizer = build(list(model.parameters()))
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             "build must return a torch.optim.Optimizer over the parameters that it is "
             f"given, got {type(optimizer).__name__}"
         )
-    for unit in units:
-        step = _UnitStep(optimizer, unit.name, unit.params)
+    for owner, name in owners.items():
+        step = _UnitStep(optimizer, owner.unit_name(name), params[owner])
         if step.find_parts():
-            unit.follow(step)
+            owner.follow_reductions(step)
     return optimizer
 
 

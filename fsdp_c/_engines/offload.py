@@ -5,11 +5,9 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from fsdp_c import _native
 from fsdp_c._engines.engine import engine_listeners
-from fsdp_c._fully_shard.either import units_in
-from fsdp_c._fully_shard.group import groups_in
-from fsdp_c._units.base import sharded_modules
+from fsdp_c._units.base import require_owners
+from fsdp_c._units.owner import owners_in
 
 
 @dataclass(frozen=True)
@@ -21,8 +19,9 @@ class _Settings:
 
     def apply(self, model: nn.Module) -> None:
         """Tell the units of ``model`` that are made."""
-        for unit in _made_units(model):
-            unit.offload_activations(self.min_bytes, self.keep_last)
+        for owner in owners_in(model):
+            if owner.made_unit is not None:
+                owner.made_unit.offload_activations(self.min_bytes, self.keep_last)
 
 
 # Units may be made later, and anew: each new engine is told.
@@ -68,7 +67,7 @@ def offload_activations(
         >>> fsdp_c.memory_stats(model)["num_downloads"]  # doctest: +SKIP
         31
     """
-    units_in(model)  # raises
+    require_owners(model)
     for name, value in (("min_bytes", min_bytes), ("keep_last", keep_last)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
@@ -91,11 +90,6 @@ def _tell_new_engine(root: nn.Module) -> None:
     for model, settings in list(_settings.items()):
         if not modules.isdisjoint(model.modules()):
             settings.apply(model)
-
-
-def _made_units(model: nn.Module) -> list[_native.Unit]:
-    groups = [group.unit for group in groups_in(model) if group.unit is not None]
-    return groups + [module._sharded.unit for module in sharded_modules(model)]
 
 
 engine_listeners.append(_tell_new_engine)
