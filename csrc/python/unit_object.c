@@ -17,9 +17,9 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args,
                           PyObject *kwargs) {
   static const char *const keywords[] = {"name",
                                          "params",
+                                         "device",
                                          "shard_group",
                                          "replica_group",
-                                         "device",
                                          "param_dtype",
                                          "reduce_dtype",
                                          "use_orig_params",
@@ -38,16 +38,17 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args,
                                          NULL};
   const char *name;
   /* All borrowed. */
-  PyObject *params, *shard_group, *replica_group, *device;
-  PyObject *param_dtype, *reduce_dtype, *shard_dims;
-  PyObject *part_group, *extended;
-  int use_orig_params, reshard_after_forward, shows_kept;
-  int reshard_after_backward_without_sync, backward_prefetch, forward_prefetch;
-  int cast_forward_inputs, cast_root_forward_inputs;
-  int keep_low_precision_grads, offloads;
+  PyObject *params, *device, *shard_group = Py_None, *replica_group = Py_None;
+  PyObject *param_dtype = Py_None, *reduce_dtype = Py_None;
+  PyObject *shard_dims = Py_None, *part_group = Py_None, *extended = Py_None;
+  int use_orig_params = 1, reshard_after_forward = 1, shows_kept = 1;
+  int reshard_after_backward_without_sync = 1;
+  int backward_prefetch = FSDP_PREFETCH_PRE, forward_prefetch = 0;
+  int cast_forward_inputs = 0, cast_root_forward_inputs = 0;
+  int keep_low_precision_grads = 0, offloads = 0;
   if (!PyArg_ParseTupleAndKeywords(
-          args, kwargs, "sO$OOOOOppppipppppOOO:Unit", FSDP_KEYWORDS(keywords),
-          &name, &params, &shard_group, &replica_group, &device, &param_dtype,
+          args, kwargs, "sOO|$OOOOppppipppppOOO:Unit", FSDP_KEYWORDS(keywords),
+          &name, &params, &device, &shard_group, &replica_group, &param_dtype,
           &reduce_dtype, &use_orig_params, &reshard_after_forward, &shows_kept,
           &reshard_after_backward_without_sync, &backward_prefetch,
           &forward_prefetch, &cast_forward_inputs, &cast_root_forward_inputs,
@@ -385,12 +386,13 @@ static PyObject *unit_get_shards(PyObject *object, void *Py_UNUSED(closure)) {
 
 PyDoc_STRVAR(
     unit_doc,
-    "Unit(name, params, *, shard_group, replica_group, device, param_dtype,\n"
-    "     reduce_dtype, use_orig_params, reshard_after_forward,\n"
-    "     shows_kept, reshard_after_backward_without_sync,\n"
-    "     backward_prefetch, forward_prefetch, cast_forward_inputs,\n"
-    "     cast_root_forward_inputs, keep_low_precision_grads, offloads,\n"
-    "     shard_dims, part_group, extended)\n"
+    "Unit(name, params, device, *, shard_group=None, replica_group=None,\n"
+    "     param_dtype=None, reduce_dtype=None, use_orig_params=True,\n"
+    "     reshard_after_forward=True, shows_kept=True,\n"
+    "     reshard_after_backward_without_sync=True, backward_prefetch=1,\n"
+    "     forward_prefetch=False, cast_forward_inputs=False,\n"
+    "     cast_root_forward_inputs=False, keep_low_precision_grads=False,\n"
+    "     offloads=False, shard_dims=None, part_group=None, extended=None)\n"
     "--\n\n"
     "One unit: the parameters of one wrapped module, flattened and sharded.\n"
     "\n"

@@ -102,9 +102,9 @@ class Config:
         return _native.Unit(
             name,
             params,
+            device,
             shard_group=shard_group,
             replica_group=self.groups.replica_group,
-            device=device,
             param_dtype=precision.param_dtype,
             reduce_dtype=precision.reduce_dtype,
             use_orig_params=self.use_orig_params,
@@ -117,9 +117,6 @@ class Config:
             cast_root_forward_inputs=precision.cast_root_forward_inputs,
             keep_low_precision_grads=precision.keep_low_precision_grads,
             offloads=self.cpu_offload.offload_params,
-            shard_dims=None,
-            part_group=None,
-            extended=None,
         )
 
 
