@@ -90,8 +90,9 @@ def fully_shard(
         dp_mesh_dims,
     )
     ignored = ignored_params or set()
-    _move_buffers(modules, arguments)
-    groups = _make_groups(modules, arguments, ignored)
+    own = list(own_modules(modules))
+    _move_buffers(own, arguments)
+    groups = _make_groups(modules, own, arguments, ignored)
     state = StageState(groups[0])
     for each in modules:
         # Not by setattr(): the module may have one of its own.
@@ -173,19 +174,22 @@ def _check_modules(module: Any) -> tuple[nn.Module, ...]:
     return tuple(each for each in dict.fromkeys(given) if each not in inside)
 
 
-def _move_buffers(modules: Sequence[nn.Module], arguments: Arguments) -> None:
-    for _, module in own_modules(modules):
+def _move_buffers(own: Sequence[tuple[str, nn.Module]], arguments: Arguments) -> None:
+    for _, module in own:
         for buffer in module.buffers(recurse=False):
             if buffer.device != arguments.device and not buffer.is_meta:
                 buffer.data = buffer.to(arguments.device)
 
 
 def _make_groups(
-    modules: Sequence[nn.Module], arguments: Arguments, ignored: set[nn.Parameter]
+    modules: Sequence[nn.Module],
+    own: Sequence[tuple[str, nn.Module]],
+    arguments: Arguments,
+    ignored: set[nn.Parameter],
 ) -> tuple[Group, ...]:
     """Shard the parameters; those of one mesh are a group."""
     found: dict[nn.Parameter, list[tuple[nn.Module, str, str]]] = {}
-    for prefix, module in own_modules(modules):
+    for prefix, module in own:
         for name, param in module._parameters.items():
             if param is None or param in ignored:
                 continue

@@ -132,11 +132,12 @@ class FullyShardedDataParallel(OptimStateMethods, GradientMethods, TorchClass):
                 stacklevel=3,
             )
         ignored = find_ignored(module, config)
-        check_params(module, ignored.params, config.device_mesh)
+        params = list(unsharded_params(module, ignored.params))
+        check_params(params, config.device_mesh)
         group = config.groups.process_group
         device = choose_device(
             config.device_id,
-            unsharded_params(module, ignored.params),
+            params,
             (unit.compute_device for unit in self.fsdp_modules(module)),
             group,
         )

@@ -42,7 +42,9 @@ class UnitBuffers:
         own = set() if dtype is None else set(own_modules)
         self._places = {
             clean_name(f"{prefix}.{name}" if prefix else name): (current, name)
-            for prefix, current in module.named_modules(remove_duplicate=False)
+            for prefix, current in (
+                module.named_modules(remove_duplicate=False) if own else ()
+            )
             if current in own
             for name in current._buffers
         }

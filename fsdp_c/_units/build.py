@@ -32,13 +32,9 @@ def build_unit(
 
     ``left_out`` are parameters that belong to a unit outside.
     """
-    materialize(
-        module,
-        param_init_fn=config.param_init_fn,
-        device=device,
-        ignored_modules=ignored.modules,
-        left_out=left_out,
-    )
+    own = list(own_modules(module, ignored.modules))
+    if materialize(own, config.param_init_fn, device, left_out):
+        own = list(own_modules(module, ignored.modules))  # it may have changed
     uses = collect_uses(module, ignored_params=ignored.params, left_out=left_out)
     uses, cuts = localize(uses, config.device_mesh)
     if cuts and config.full_precision_in_eval:
@@ -47,11 +43,11 @@ def build_unit(
             "param_dtype only: unset FSDP_USE_FULL_PREC_IN_EVAL"
         )
     parallel = ParallelParams(cuts, config.mixed_precision.param_dtype)
-    move_to_device(module, uses, device, ignored.modules)
+    move_to_device(own, uses, device)
     params = [use.param for use in uses]
     if config.sync_module_states:
         tensors: list[Tensor] = list(dict.fromkeys(params))
-        for _, current in own_modules(module, ignored.modules):
+        for _, current in own:
             tensors += (
                 local_of(buffer) if isinstance(buffer, DTensor) else buffer
                 for buffer in current.buffers(recurse=False)
@@ -79,7 +75,7 @@ def take_unit(
         mark_sharded(use.param, unit.name)
     buffers = UnitBuffers(
         module,
-        [current for _, current in own_modules(module, ignored.modules)],
+        (current for _, current in own_modules(module, ignored.modules)),
         dtype=config.mixed_precision.buffer_dtype,
         is_full_in_eval=config.full_precision_in_eval,
     )

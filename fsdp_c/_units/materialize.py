@@ -1,13 +1,12 @@
 """Deferred initialisation: gives a unit's meta parameters and buffers memory."""
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp_c._units.params import own_modules
 from fsdp_c._units.uses import is_taken
 
 
@@ -17,27 +16,24 @@ def _is_on_meta(module: nn.Module) -> bool:
 
 
 def materialize(
-    module: nn.Module,
-    *,
+    modules: Sequence[tuple[str, nn.Module]],
     param_init_fn: Callable[[nn.Module], Any] | None,
     device: torch.device,
-    ignored_modules: Set[nn.Module],
     left_out: Set[nn.Parameter],
-) -> None:
-    """Initialise meta parameters and buffers of ``module``, without nested units.
+) -> bool:
+    """Initialise meta parameters and buffers of a unit's own modules, by name.
 
     ``param_init_fn``, if given, is called for every module, as FSDP1 does. Without
     it, each module that has meta parameters or buffers of its own is emptied on
     ``device`` and its ``reset_parameters()`` called. Shared parameters stay
-    shared: the first use is kept.
+    shared: the first use is kept. Return whether there were any.
 
     Source:
         ``_materialize_with_param_init_fn``, ``_materialize_meta_module`` (torch
         2.13, ``fsdp/_init_utils.py``).
     """
-    modules = list(own_modules(module, ignored_modules))
     if not any(_is_on_meta(current) for _, current in modules):
-        return
+        return False
     if any(param.is_meta for param in left_out):
         raise ValueError(
             "a meta parameter is shared between units: wrap the modules that share "
@@ -62,6 +58,7 @@ def materialize(
         for current, name in places[1:]:
             if name in current._parameters:
                 current._parameters[name] = kept
+    return True
 
 
 def _reset(name: str, module: nn.Module, device: torch.device) -> None:

@@ -1,6 +1,6 @@
 """Collects a unit's own parameters and moves them to its device."""
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 
 import torch
 from torch import nn
@@ -35,13 +35,13 @@ def unsharded_params(
 
 
 def check_params(
-    module: nn.Module, ignored_params: Set[nn.Parameter], device_mesh: DeviceMesh | None
+    named_params: Iterable[tuple[str, nn.Parameter]], device_mesh: DeviceMesh | None
 ) -> None:
-    """Check that all parameters in ``module`` can be flattened.
+    """Check that all parameters can be flattened.
 
-    Before any of its modules is wrapped, and before they have memory.
+    Before a module with them is wrapped, and before they have memory.
     """
-    for name, param in unsharded_params(module, ignored_params):
+    for name, param in named_params:
         if isinstance(param, DTensor) and device_mesh is not None:
             row_cut(clean_name(name), param, device_mesh)  # raises if it cannot be
         else:
@@ -88,10 +88,7 @@ def collect_uses(
 
 
 def move_to_device(
-    module: nn.Module,
-    uses: list[ParamUse],
-    device: torch.device,
-    ignored_modules: Set[nn.Module],
+    own: Iterable[tuple[str, nn.Module]], uses: list[ParamUse], device: torch.device
 ) -> None:
     """Move a unit's own parameters and buffers to ``device``, in place.
 
@@ -105,7 +102,7 @@ def move_to_device(
         use.param.grad = None
         if use.param.device != device:
             use.param.data = use.param.data.to(device)
-    for prefix, current in own_modules(module, ignored_modules):
+    for prefix, current in own:
         for name, buffer in current._buffers.items():
             if buffer is None:
                 continue
