@@ -323,19 +323,10 @@ def group_of(module: Any) -> Group | None:
 
 def own_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules of one call, and what is in them and in no other group."""
-    seen = set()
-    stack = [("", module) for module in reversed(modules)]
-    while stack:
-        prefix, module = stack.pop()
-        if module in seen:
-            continue
-        seen.add(module)
-        yield prefix, module
-        stack.extend(
-            (f"{prefix}.{name}" if prefix else name, child)
-            for name, child in reversed(list(module.named_children()))
-            if group_of(child) is None
-        )
+    others = {each for module in modules for each in module.modules()}
+    seen = {each for each in others.difference(modules) if owners_of(each)}
+    for module in modules:
+        yield from module.named_modules(seen)
 
 
 def groups_in(module: nn.Module) -> dict[Group, str]:
