@@ -42,6 +42,7 @@ NOT_RUN: dict[str, int] = {
     "docs/guide/captured_steps.md": 1,
     "docs/guide/frameworks.md": 1,
     "docs/guide/fully_shard.md": 5,
+    "docs/guide/huggingface.md": 1,
     "docs/guide/migrate.md": 1,
 }
 
