@@ -74,7 +74,8 @@ def optimizer_in_backward(
 
     Raises:
         TypeError: ``build`` returned no optimizer.
-        ValueError: Nothing in ``model`` is sharded, or it has such optimizers already.
+        ValueError: Nothing in ``model`` is sharded, it has such optimizers already, or
+            ``build`` returned a :class:`fsdp_c.WholeParameterOptimizer`.
 
     Example:
         >>> optimizer = fsdp_c.optimizer_in_backward(  # doctest: +SKIP
@@ -95,6 +96,11 @@ def optimizer_in_backward(
         raise TypeError(
             "build must return a torch.optim.Optimizer over the parameters that it is "
             f"given, got {type(optimizer).__name__}"
+        )
+    if getattr(optimizer, "steps_wholes", False):
+        raise ValueError(
+            "build returned a whole_parameter_optimizer, which steps after backward: "
+            "make it without optimizer_in_backward"
         )
     for owner, name in owners.items():
         step = _UnitStep(optimizer, owner.unit_name(name), params[owner])

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsdp_c._fully_shard.row_parts import parts_in
 from fsdp_c._state.parts import ParamPart
 from fsdp_c._units.agree import on_any_rank
 from fsdp_c._units.owner import owners_in
@@ -29,6 +28,7 @@ from fsdp_c._whole.owned import (
     WholeParam,
     gather,
     lend,
+    parts_of,
     scatter,
     take_back,
 )
@@ -56,7 +56,9 @@ def whole_parameter_optimizer(
     Adafactor, a norm per tensor. Each parameter has one owner, over replicas too, so
     no work is done twice; work and state are balanced over the ranks.
 
-    Call it with the same arguments on all ranks, after sharding. ``step()``,
+    Call it with the same arguments on all ranks, after sharding; or before, if
+    :func:`fsdp_c.fully_shard` shards the model before the first step, as accelerate
+    does. A model that is not sharded is stepped by each rank itself. ``step()``,
     ``state_dict()`` and ``load_state_dict()`` are collectives. Gradients are the
     sharded ones, as ever: clip them, scale them, accumulate them before ``step()``.
 
@@ -78,8 +80,8 @@ def whole_parameter_optimizer(
 
     Raises:
         TypeError: ``make`` or ``rest`` returned no optimizer.
-        ValueError: Nothing in ``model`` is sharded; a name is unknown or given twice,
-            nothing is chosen, or a parameter cannot be stepped so.
+        ValueError: A name is unknown or given twice, nothing is chosen, or a parameter
+            cannot be stepped so.
 
     Example:
         >>> optimizer = fsdp_c.whole_parameter_optimizer(  # doctest: +SKIP
@@ -122,6 +124,9 @@ class WholeParameterOptimizer(Optimizer):
         rest: What ``rest`` returned, or None.
     """
 
+    # State that is not element-wise is of the whole, on any number of ranks.
+    steps_wholes = True
+
     def __init__(
         self,
         model: nn.Module,
@@ -130,50 +135,66 @@ class WholeParameterOptimizer(Optimizer):
         rest: Callable[[list[nn.Parameter]], Optimizer] | None,
         cost: Callable[[torch.Size], int],
     ) -> None:
-        self._model = model
-        parts = parts_in(model)
-        groups = _chosen_groups(parts, params)
-        chosen = [part for _, members in groups for part in members]
-        others = _others(model, parts, chosen)
-        for part in chosen:
-            _check_part(part)
-        costs = [cost(part.shape) for part in chosen]
-        self._dealt = Dealt(chosen, costs, ROUND_NBYTES)
-        of_part = {whole.part: whole for whole in self._dealt.wholes}
-        inner = [
-            {
-                **options,
-                "params": [
-                    self._dealt.shown[whole]
-                    for whole in (of_part[part] for part in members)
-                    if whole.is_mine
-                ],
-            }
-            for options, members in groups
+        self._model, self._make, self._make_rest, self._cost = model, make, rest, cost
+        parts = parts_of(model)
+        self._asked = [
+            (options, [part.fqn for part in members])
+            for options, members in _chosen_groups(parts, params)
         ]
-        self.optimizer = _made("make", make(inner))
-        _check_step(self.optimizer)
-        self.rest = None if rest is None else _made("rest", rest(others))
-        rest_groups = [] if self.rest is None else self.rest.param_groups
-        self._is_complete = False
+        self._is_complete = self._has_begun = False
+        shown = self._bind(parts)
         super().__init__(
             [
-                *(
-                    {**_options(own), "params": _distinct(members)}
-                    for own, (_, members) in zip(
-                        self.optimizer.param_groups, groups, strict=True
-                    )
-                ),
-                *(
-                    {**_options(group), "params": group["params"]}
-                    for group in rest_groups
-                ),
+                {**_options(group), "params": members}
+                for group, members in zip(self._inside(), shown, strict=True)
             ],
             dict(self.optimizer.defaults),
         )
         self._is_complete = True
 
-    steps_wholes = True
+    def _bind(self, parts: Mapping[str, ParamPart]) -> list[list[nn.Parameter]]:
+        """Choose owners and make the optimizers; return the parameters of all groups.
+
+        ``parts`` are the model's.
+        """
+        self._is_sharded = bool(owners_in(self._model))
+        groups = [[parts[name] for name in names] for _, names in self._asked]
+        chosen = [part for members in groups for part in members]
+        others = _others(self._model, parts, chosen)
+        for part in chosen:
+            _check_part(part)
+        costs = [self._cost(part.shape) for part in chosen]
+        self._dealt = Dealt(chosen, costs, ROUND_NBYTES)
+        mine = {each.part: shown for each, shown in self._dealt.shown.items()}
+        inner = [
+            {**options, "params": [mine[part] for part in members if part in mine]}
+            for (options, _), members in zip(self._asked, groups, strict=True)
+        ]
+        self.optimizer = _made("make", self._make(inner))
+        _check_step(self.optimizer)
+        self.rest: Optimizer | None = None
+        if self._make_rest is not None:
+            self.rest = _made("rest", self._make_rest(others))
+        shown = [list(dict.fromkeys(part.param for part in each)) for each in groups]
+        of_rest = [] if self.rest is None else self.rest.param_groups
+        return [*shown, *(list(group["params"]) for group in of_rest)]
+
+    def _follow_sharding(self) -> None:
+        """Bind to the parts of a model that fully_shard() has sharded since.
+
+        accelerate does so between the making of an optimizer and the first step.
+        """
+        if self._is_sharded or not owners_in(self._model):
+            return
+        if self._has_begun:
+            raise RuntimeError(
+                "the model was sharded after the first step of its "
+                "whole_parameter_optimizer: shard it before"
+            )
+        shown = self._bind(parts_of(self._model))
+        for group, members in zip(self.param_groups, shown, strict=True):
+            group["params"] = members
+        self.state.clear()
 
     @property
     def held_name(self) -> str:
@@ -219,6 +240,8 @@ class WholeParameterOptimizer(Optimizer):
             RuntimeError: The optimizer failed on this rank, or a gradient on some rank
                 cannot be stepped; the message says which.
         """
+        self._follow_sharding()
+        self._has_begun = True
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -335,6 +358,7 @@ class WholeParameterOptimizer(Optimizer):
         State with one value per element is cut as its parameter is. Other state is
         whole, on each rank that has elements of the parameter.
         """
+        self._follow_sharding()
         self._share_rest()
         own = save_states(self._model, self.optimizer, self._dealt, self._whole_groups)
         kept = self.state
@@ -357,6 +381,7 @@ class WholeParameterOptimizer(Optimizer):
 
         Tensors keep their dtypes.
         """
+        self._follow_sharding()
         super().load_state_dict({**state_dict, "state": {}})
         # A state dict may name its parameters as it likes, as torch.optim's may.
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
@@ -530,7 +555,3 @@ def _gradient(whole: WholeParam) -> Tensor:
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     left_out = ("params", "param_names")
     return {key: value for key, value in group.items() if key not in left_out}
-
-
-def _distinct(members: Sequence[ParamPart]) -> list[nn.Parameter]:
-    return list(dict.fromkeys(part.param for part in members))

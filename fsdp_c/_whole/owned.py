@@ -17,11 +17,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fsdp_c._fully_shard.row_parts import GroupRows
+from fsdp_c._fully_shard.row_parts import GroupRows, parts_in
 from fsdp_c._native import Placement, deal_out
 from fsdp_c._state.exchange import Move, exchange_in
-from fsdp_c._state.parts import ParamPart, Spread
+from fsdp_c._state.parts import ParamPart, Spread, whole_part
 from fsdp_c._units.failures import naming_ranks
+from fsdp_c._units.names import clean_name
+from fsdp_c._units.owner import owners_in
+
+
+def parts_of(model: nn.Module) -> dict[str, ParamPart]:
+    """Return the parts of all parameters by first name; wholes, if none is sharded."""
+    if owners_in(model):
+        return parts_in(model)
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(clean_name(name))
+    return {its[0]: whole_part(param, its, None) for param, its in names.items()}
 
 
 class Grid(NamedTuple):
@@ -144,10 +156,11 @@ class WholeParam:
                 here.copy_(values)
 
 
-# A parameter, and 1-D values of it: this rank's part, or the whole. None for nothing.
 class Travelling(NamedTuple):
+    """A parameter, or what belongs to its elements, on the way."""
+
     whole: WholeParam
-    values: Tensor | None
+    values: Tensor | None  # 1-D: this rank's part, or all of it; None for nothing
     dtype: torch.dtype
 
 
@@ -265,11 +278,11 @@ def scatter(travelling: Sequence[Travelling], what: str) -> list[Tensor]:
         assert grid.replica_group is not None
         moves = []
         for index in members:
-            whole, numel = travelling[index].whole, travelling[index].whole.part
-            sender, size = whole.replica_rank, grid.num_replicas
-            held = Placement.on_ranks([numel.part_numel], sender, sender + 1)
-            needed = Placement.on_ranks([numel.part_numel], 0, size)
-            moves.append(Move(parts[index], travelling[index].dtype, 0, held, needed))
+            whole, _, dtype = travelling[index]
+            numel, sender = whole.part.part_numel, whole.replica_rank
+            held = Placement.on_ranks([numel], sender, sender + 1)
+            needed = Placement.on_ranks([numel], 0, grid.num_replicas)
+            moves.append(Move(parts[index], dtype, 0, held, needed))
         arrived = exchange_in(grid.replica_group, grid.device, moves, label)
         for index, part in zip(members, arrived, strict=True):
             parts[index] = part

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsdp_c._fully_shard.row_parts import Rows, parts_in
+from fsdp_c._fully_shard.row_parts import Rows
 from fsdp_c._state.optim.agreement import packed_value, unpacked_value
 from fsdp_c._state.optim.classes import describe_state, special_tensor, values_of
 from fsdp_c._state.optim.keys import keys_of_input
 from fsdp_c._state.optim.states import ParamState, assemble
 from fsdp_c._state.optim.states import collect as collect_states
-from fsdp_c._whole.owned import Dealt, Travelling, WholeParam, gather, scatter
+from fsdp_c._whole.owned import Dealt, Travelling, WholeParam, gather, parts_of, scatter
 
 # By name: the dtype of state with one value per element; None: it is something else.
 _Kinds = dict[str, torch.dtype | None]
@@ -68,7 +68,7 @@ def save_states(
             is_own = whole.is_mine and whole.grid.shard_group is None
             device = whole.part.param.device
             states[whole.part.fqn].sharded[name] = part.to(device, copy=is_own)
-    keys = keys_of_input(model, groups).with_parts(parts_in(model))
+    keys = keys_of_input(model, groups).with_parts(parts_of(model))
     assembled = assemble(keys, states)
     return {keys.param_of_key[key]: state for key, state in assembled.items()}
 
@@ -136,7 +136,7 @@ def load_states(
     states = collect_states(
         model,
         optimizer,
-        parts=parts_in(model),
+        parts=parts_of(model),
         state_dict={"state": given},
         keys=keys_of_input(model, groups),
     ).states

@@ -119,6 +119,10 @@ def test_offloaded_shards() -> None:
     Run("fully_shard", TensorNorm, offload_policy=CPUOffloadPolicy()).train(3)
 
 
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.01)
+
+
 # What else a step has to do ------------------------------------------------------
 
 
@@ -235,6 +239,60 @@ def test_wholes_are_there_in_rounds_only(
         assert shown.isnan().all()
 
 
+@distributed(world_size=2)
+def test_a_model_that_is_sharded_later() -> None:
+    """Before the first step, in place; a schedule's options stay."""
+    model, plain = build(), build().cpu()
+    optimizer = whole_parameter_optimizer(model, muon, is_hidden, rest=adamw)
+    named = dict(plain.named_parameters())
+    hidden = [n for n, p in named.items() if is_hidden(n, p.shape)]
+    optimizers = [
+        muon([named[n] for n in hidden]),
+        adamw([p for n, p in named.items() if n not in hidden]),
+    ]
+    schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in optimizers]
+    schedulers.append(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+    shard("fully_shard", model)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (model(torch.arange(8).to(TEST_DEVICE)) ** 2).mean().backward()
+        grads = wholes_of(model, grads=True)
+        for name, param in named.items():
+            param.grad = grads[name]
+        for each in (*optimizers, optimizer, *schedulers):
+            each.step()
+    assert set(optimizer.owners.values()) == {0, 1}
+    for name, value in wholes_of(model).items():
+        assert value is not None
+        assert torch.equal(value, named[name])
+    late = build()
+    optimizer = whole_parameter_optimizer(late, sgd)
+    late(torch.arange(8).to(TEST_DEVICE)).sum().backward()
+    optimizer.step()
+    shard("fully_shard", late)
+    with pytest.raises(RuntimeError, match="sharded after the first step"):
+        optimizer.step()
+
+
+def test_a_model_that_is_not_sharded() -> None:
+    """It is stepped as without."""
+    models = [nn.Linear(4, 3), nn.Linear(4, 3)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [
+        whole_parameter_optimizer(models[0], TensorNorm),
+        TensorNorm(models[1].parameters()),
+    ]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    assert torch.equal(models[0].weight, models[1].weight)
+    states = [each.state_dict()["state"] for each in optimizers]
+    assert states[0][0].keys() == states[1][0].keys()
+    optimizers[0].load_state_dict(optimizers[0].state_dict())
+
+
 # What is refused -------------------------------------------------------------------
 
 
@@ -268,7 +326,6 @@ def test_refused(rank: int) -> None:
         model,
         lambda p: torch.optim.LBFGS(p[0]["params"]),
     )
-    refuses(ValueError, "sharded|wrapped", nn.Linear(2, 2), sgd)
     refuses(TypeError, "model must be a module", 3, sgd)
     optimizer = whole_parameter_optimizer(model, sgd)
     with pytest.raises(ValueError, match="takes no further parameter group"):
@@ -276,6 +333,8 @@ def test_refused(rank: int) -> None:
     with pytest.raises(RuntimeError, match="train without capture_step"):
         check_optimizer(optimizer, torch.device(TEST_DEVICE))
     other = shard("fsdp1", build())
+    with pytest.raises(ValueError, match="make it without optimizer_in_backward"):
+        optimizer_in_backward(other, lambda _: whole_parameter_optimizer(other, sgd))
     optimizer_in_backward(other, sgd)
     refuses(ValueError, "steps an optimizer in backward", other, sgd)
 
@@ -304,10 +363,6 @@ def test_an_optimizer_that_fails_names_rank_and_parameters(rank: int) -> None:
 
 
 # State dicts -------------------------------------------------------------------
-
-
-def adamw(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=0.01)
 
 
 def mixed(api: str, **options: Any) -> Run:

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import whole_parameter_optimizer
 from helpers.groups import groups_destroyed
 from helpers.hf_process import launched, on_ranks
@@ -26,9 +25,7 @@ TIMEOUT_S = 300
 
 
 def norm(model: Any) -> torch.optim.Optimizer:
-    if isinstance(model, FSDP):
-        return whole_parameter_optimizer(model, TensorNorm)
-    return TensorNorm(model.parameters())
+    return whole_parameter_optimizer(model, TensorNorm)
 
 
 def muon_and_adamw(model: Any) -> torch.optim.Optimizer:
@@ -43,7 +40,8 @@ def muon_and_adamw(model: Any) -> torch.optim.Optimizer:
 def use(patch: pytest.MonkeyPatch, make: Any) -> None:
     """Have the Trainer create its optimizer, as a subclass of a user's would.
 
-    With FSDP of version 1 it passes the model after it has wrapped it.
+    With FSDP of version 1 it passes the model after it has wrapped it, with version 2
+    it shards the model, and gives the optimizer other parameters, afterwards.
     """
     from transformers import Trainer
 
@@ -56,31 +54,37 @@ def use(patch: pytest.MonkeyPatch, make: Any) -> None:
     patch.setattr(Trainer, "create_optimizer", create_optimizer)
 
 
+@pytest.mark.parametrize("version", [1, 2])
 @on_ranks(WORLD, timeout_s=TIMEOUT_S)
-def test_trained_alike(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trained_alike(
+    rank: int, monkeypatch: pytest.MonkeyPatch, version: int
+) -> None:
     """Losses and gradient norms of one process with the unsharded optimizer."""
     use(monkeypatch, norm)
     expected = reference("llama")
     with shared_folder() as folder, groups_destroyed(), launched(rank, WORLD):
-        args = arguments(folder, fsdp=True, fsdp_config=fsdp_config())
+        args = arguments(folder, fsdp=True, fsdp_config=fsdp_config(version=version))
         record = train("llama", args)
         assert_trained_alike(record, expected)
         record.trainer = None
 
 
+@pytest.mark.parametrize("version", [1, 2])
 @on_ranks(WORLD, timeout_s=TIMEOUT_S)
-def test_muon_beside_adamw_resumes(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_muon_beside_adamw_resumes(
+    rank: int, monkeypatch: pytest.MonkeyPatch, version: int
+) -> None:
     """From the Trainer's own checkpoint, with both optimizers in it, to the bit."""
     use(monkeypatch, muon_and_adamw)
     options = {"fsdp": True, "save_strategy": "steps", "save_steps": 2}
     with shared_folder() as folder, groups_destroyed():
         with launched(rank, WORLD):
-            config = fsdp_config()
+            config = fsdp_config(version=version)
             unbroken = train("llama", arguments(folder, fsdp_config=config, **options))
             weights = whole_weights(root(unbroken))
             unbroken.trainer = None
         with launched(rank, WORLD):
-            config = fsdp_config()
+            config = fsdp_config(version=version)
             args = arguments(folder / "again", fsdp_config=config, **options)
             resumed = train("llama", args, resume=str(folder / "checkpoint-2"))
             assert resumed.losses == unbroken.losses
