@@ -67,7 +67,8 @@ def whole_parameter_optimizer(
         make: Is given parameter groups, a list of dicts, and returns the optimizer over
             them: ``lambda groups: torch.optim.Muon(groups, lr=0.02)``. A group has the
             parameters that this rank owns, maybe none; their values are there in steps
-            only. It must not need a closure.
+            only. It must not need a closure. Called again, as ``rest``, for a model
+            that was sharded later.
         params: Which parameters: a function of name and unsharded shape, names, or
             dicts whose "params" are one of these and that have options, as groups of
             torch.optim. None: all that require gradients.
