@@ -242,7 +242,7 @@ def test_wholes_are_there_in_rounds_only(
 @distributed(world_size=2)
 def test_a_model_that_is_sharded_later() -> None:
     """Before the first step, in place; a schedule's options stay."""
-    model, plain = build(), build().cpu()
+    model, plain = build(), build()
     optimizer = whole_parameter_optimizer(model, muon, is_hidden, rest=adamw)
     named = dict(plain.named_parameters())
     hidden = [n for n, p in named.items() if is_hidden(n, p.shape)]
@@ -356,7 +356,7 @@ def test_an_optimizer_that_fails_names_rank_and_parameters(rank: int) -> None:
     else:
         run.optimizer.step()  # does not wait for it
     names = [name for name, owner in run.optimizer.owners.items() if owner == 1]
-    before, after = build().cpu().state_dict(), wholes_of(run.model)
+    before, after = build().state_dict(), wholes_of(run.model)
     assert all(
         torch.equal(before[name], after[name]) == (name in names) for name in after
     )
@@ -467,10 +467,10 @@ def test_tensor_parallel_matrices_are_whole_over_both_meshes() -> None:
     optimizer = whole_parameter_optimizer(model, TensorNorm)
     reference = TensorNorm(plain.parameters())
     for number in range(3):
-        generator = torch.Generator().manual_seed(
+        generator = torch.Generator("cpu").manual_seed(
             10 * number + mesh["dp"].get_local_rank()
         )
-        inputs = torch.randn(4, 12, generator=generator).to(TEST_DEVICE)
+        inputs = torch.randn(4, 12, generator=generator, device="cpu").to(TEST_DEVICE)
         optimizer.zero_grad()
         model(inputs).pow(2).mean().backward()
         for mine, its in zip(plain.parameters(), model.parameters(), strict=True):

@@ -33,7 +33,8 @@ class Shampoo(Optimizer):
 
 
 def _inverse_root(factor: Tensor, change: Tensor, dim: int) -> Tensor:
-    values, vectors = torch.linalg.eigh(factor + 1e-4 * torch.eye(len(factor)))
+    damped = factor + 1e-4 * torch.eye(len(factor), device=factor.device)
+    values, vectors = torch.linalg.eigh(damped)
     root = vectors @ torch.diag(values.clamp_min(1e-6) ** -0.25) @ vectors.T
     return root @ change if dim == 0 else change @ root
 

@@ -71,14 +71,14 @@ def wholes_of(model: Any, *, grads: bool = False) -> dict[str, Tensor | None]:
             for name, param in model.named_parameters():
                 value = param.grad if grads else param
                 found[clean_name(name)] = (
-                    None if value is None else value.detach().clone().cpu()
+                    None if value is None else value.detach().clone()
                 )
         return found
     for name, param in model.named_parameters():
         value = param.grad if grads else param.detach()
         if isinstance(value, DTensor):
             value = value.full_tensor()
-        found[name] = None if value is None else value.detach().clone().cpu()
+        found[name] = None if value is None else value.detach().clone()
     return found
 
 
@@ -98,7 +98,7 @@ class Run:
         # The gradients of flat parameters cannot be seen whole: all ranks have the
         # same data, so that the unsharded model has the same gradients of its own.
         self.has_same_data = api == "flat"
-        self.plain = build().cpu()
+        self.plain = build()
         self.model = shard(api, build(), **options)
         self.optimizer = whole_parameter_optimizer(self.model, make, params, rest=rest)
         named = dict(self.plain.named_parameters())
@@ -120,9 +120,10 @@ class Run:
     def backward(self, number: int) -> None:
         """Run on one batch, each rank on its own."""
         seed = 100 * number + (0 if self.has_same_data else dist.get_rank())
-        generator = torch.Generator().manual_seed(seed)
-        tokens = torch.randint(0, 13, (4, 6), generator=generator)
-        (self.model(tokens.to(TEST_DEVICE)) ** 2).mean().backward()
+        generator = torch.Generator("cpu").manual_seed(seed)
+        tokens = torch.randint(0, 13, (4, 6), generator=generator, device="cpu")
+        tokens = tokens.to(TEST_DEVICE)
+        (self.model(tokens) ** 2).mean().backward()
         if self.has_same_data:
             (self.plain(tokens) ** 2).mean().backward()
 
@@ -131,7 +132,8 @@ class Run:
         if not self.has_same_data:
             grads = wholes_of(self.model, grads=True)
             for name, param in self.plain.named_parameters():
-                param.grad = grads[name]
+                grad = grads[name]  # of offloaded shards it is in host memory
+                param.grad = None if grad is None else grad.to(param.device)
 
     def step(self, number: int) -> None:
         """Train on one batch."""
@@ -148,7 +150,7 @@ class Run:
         for name, param in self.plain.named_parameters():
             value = values[name]
             assert value is not None
-            assert torch.equal(value, param.detach()), (name, value, param)
+            assert torch.equal(value.to(param.device), param.detach()), name
 
     def train(self, num_steps: int, first: int = 0) -> None:
         for number in range(first, first + num_steps):
@@ -178,7 +180,7 @@ def assert_states(
                 own = own.full_tensor()
             if isinstance(value, Tensor):
                 assert own.shape == value.shape, (name, key, own.shape)
-                assert torch.equal(own.cpu(), value), (name, key)
+                assert torch.equal(own.cpu(), value.cpu()), (name, key)
             else:
                 assert own == value, (name, key)
 
