@@ -53,8 +53,8 @@ def whole_parameter_optimizer(
     """Return an optimizer that steps whole parameters, each on one rank.
 
     For optimizers that need more of a parameter than a shard has: Muon, Shampoo,
-    Adafactor, a norm per tensor. Each parameter has one owner, over replicas too, so
-    no work is done twice; work and state are balanced over the ranks.
+    Adafactor, a norm per tensor. Each parameter has one owner, over replicas too;
+    work and state are balanced over the ranks.
 
     Call it with the same arguments on all ranks, after sharding; or before, if
     :func:`fsdp_c.fully_shard` shards the model before the first step, as accelerate
@@ -274,8 +274,9 @@ class WholeParameterOptimizer(Optimizer):
             self.optimizer.step()
         except Exception as error:
             names = ", ".join(repr(each.part.fqn) for each in mine) or "none"
+            rank = dist.get_rank() if dist.is_initialized() else 0
             failure = RuntimeError(
-                f"{type(self.optimizer).__name__} failed on rank {dist.get_rank()}, "
+                f"{type(self.optimizer).__name__} failed on rank {rank}, "
                 f"which stepped the parameters {names}: {error}"
             )
             failure.__cause__ = error
@@ -320,8 +321,7 @@ class WholeParameterOptimizer(Optimizer):
             found += compress(members, flags)  # the last flag is no member's
         if problem is not None:
             raise RuntimeError(problem)
-        order = {whole: number for number, whole in enumerate(self._dealt.wholes)}
-        return sorted(found, key=order.__getitem__)
+        return found
 
     # Options -----------------------------------------------------------------
 

@@ -7,6 +7,7 @@ owner's row; what goes back is cut in the owner's row, and then each rank there 
 its part on along its column. So replicas do nothing twice.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -300,9 +301,14 @@ def _without_memory(whole: WholeParam) -> Tensor:
     without a word.
     """
     param = whole.part.param
-    fill = float("nan") if param.dtype.is_floating_point else 0
-    one = torch.full((1,), fill, dtype=param.dtype, device=param.device)
+    one = _one_value(param.dtype, param.device)
     return one.expand(whole.shape.numel()).view(whole.shape)
+
+
+@functools.cache
+def _one_value(dtype: torch.dtype, device: torch.device) -> Tensor:
+    fill = float("nan") if dtype.is_floating_point else 0
+    return torch.full((1,), fill, dtype=dtype, device=device)
 
 
 def lend(shown: nn.Parameter, whole: WholeParam, values: Tensor, grad: Tensor) -> None:

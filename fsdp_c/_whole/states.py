@@ -38,6 +38,11 @@ def save_states(
     def state_of(whole: WholeParam) -> Mapping[str, Any]:
         return optimizer.state.get(dealt.shown[whole], {}) if whole.is_mine else {}
 
+    def own_values(whole: WholeParam, name: str) -> Tensor | None:
+        if not whole.is_mine:
+            return None
+        return _values(optimizer, name, whole, dealt.shown[whole])
+
     kinds, plain = _agree(
         dealt,
         lambda whole: {n: _dtype(whole, v) for n, v in state_of(whole).items()},
@@ -52,16 +57,7 @@ def save_states(
         for whole, its, values in zip(dealt.wholes, kinds, plain, strict=True)
     }
     for number in range(dealt.num_rounds):
-        names: list[str] = []
-        travelling: list[Travelling] = []
-        for whole, its in zip(dealt.wholes, kinds, strict=True):
-            for name, dtype in its.items() if whole.round == number else ():
-                if dtype is not None:
-                    own = None
-                    if whole.is_mine:
-                        own = _values(optimizer, name, whole, dealt.shown[whole])
-                    names.append(name)
-                    travelling.append(Travelling(whole, own, dtype))
+        names, travelling = _of_round(dealt, number, kinds, own_values)
         parts = scatter(travelling, "optimizer states")
         for name, (whole, _, _), part in zip(names, travelling, parts, strict=True):
             # The owner goes on with its own.
@@ -109,6 +105,22 @@ def _agree(
         }
     )
     return kinds, plain
+
+
+def _of_round(
+    dealt: Dealt,
+    number: int,
+    kinds: Sequence[_Kinds],
+    values_of: Callable[[WholeParam, str], Tensor | None],
+) -> tuple[list[str], list[Travelling]]:
+    """Return the names of the states that travel in a round, and these."""
+    names, travelling = [], []
+    for whole, its in zip(dealt.wholes, kinds, strict=True):
+        for name, dtype in its.items() if whole.round == number else ():
+            if dtype is not None:
+                names.append(name)
+                travelling.append(Travelling(whole, values_of(whole, name), dtype))
+    return names, travelling
 
 
 def _has_state(whole: WholeParam, kinds: _Kinds) -> bool:
@@ -161,14 +173,12 @@ def load_states(
         if whole.is_mine
     }
     for number in range(dealt.num_rounds):
-        names: list[str] = []
-        travelling: list[Travelling] = []
-        for whole, its in zip(dealt.wholes, kinds, strict=True):
-            for name, dtype in its.items() if whole.round == number else ():
-                if dtype is not None:
-                    own = states[whole.part.fqn].sharded.get(name)
-                    names.append(name)
-                    travelling.append(Travelling(whole, own, dtype))
+        names, travelling = _of_round(
+            dealt,
+            number,
+            kinds,
+            lambda whole, name: states[whole.part.fqn].sharded.get(name),
+        )
         wholes = gather(travelling, "optimizer states")
         for name, (whole, _, _), values in zip(names, travelling, wholes, strict=True):
             if values is not None:
