@@ -12,8 +12,9 @@ csrc/core/state/exchange.h plans it.
 Note [Batches of units]
 An exchange takes what it packs as extra memory, and on an accelerator its results too,
 which go to the host or into place afterwards. So several units share one exchange only
-while their extra memory together is at most the bytes of the largest unit. Ranks that
-do not wait for each other after each unit are faster. All ranks batch alike.
+while their extra memory together is at most the bytes of the largest unit, or
+SHARED_NBYTES if all are small. Ranks that do not wait for each other after each unit
+are faster. All ranks batch alike.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -39,6 +40,9 @@ from fsdp_c._units.failures import naming_ranks
 
 # Pieces of at least this size are not packed.
 DIRECT_NBYTES = 1024 * 1024
+
+# Units with less extra memory together share an exchange, however small each is.
+SHARED_NBYTES = 16 * 1024 * 1024
 
 
 class Move(NamedTuple):
@@ -106,7 +110,7 @@ def exchange(
         (unit, unit[1:3], extra)
         for unit, (_, extra) in zip(units.values(), sizes, strict=True)
     )
-    most = max((nbytes for nbytes, _ in sizes), default=0)
+    most = max([SHARED_NBYTES, *(nbytes for nbytes, _ in sizes)])
     for batch in in_batches(sized, most):
         first, last = batch[0], batch[-1]
         names = repr(first.name)

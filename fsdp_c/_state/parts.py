@@ -254,15 +254,15 @@ def unit_parts(
     flat_params = originals.flat_params()
     if as_shown and unit.is_summoned:
         flat_params = []
-    slots = unit.slots
-    group = module._sharded.groups.shard_group
+    slots, cuts = unit.slots, originals.parallel.cuts
+    group, rank = module._sharded.groups.shard_group, module.shard_rank
     shapes = [its_uses[0].shape for its_uses in uses.values()]
     layout = None if group is None else unit.layout
     spread = Spread(shapes, layout, module.world_size)
     parts = []
     for index, its_uses in uses.items():
         names = tuple(prefix + use.fqn for use in its_uses)
-        begin, end, offset, _ = unit.intersect(index, module.shard_rank)
+        begin, end, offset, _ = unit.intersect(index, rank)
         param = original = its_uses[0].param
         if flat_params:
             param = flat_params[slots[index][0]]
@@ -279,7 +279,7 @@ def unit_parts(
                 over=module,
                 index=index,
                 spread=spread,
-                cut=originals.parallel.cuts.get(original),
+                cut=cuts.get(original) if cuts else None,
             )
         )
     return parts

@@ -84,7 +84,9 @@ class ParallelParams:
 
     def stands_for(self, shown: object, param: nn.Parameter) -> bool:
         """Whether ``shown`` is ``param`` or a DTensor over it."""
-        ours = (param, self._shown.get(param), self._whole.get(param))
+        if shown is param:
+            return True
+        ours = (self._shown.get(param), self._whole.get(param))
         return shown is not None and any(shown is each for each in ours)
 
     def bind(self, unit: _native.Unit, uses: Sequence[ParamUse]) -> None:
