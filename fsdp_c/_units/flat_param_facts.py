@@ -58,7 +58,8 @@ def find_facts(
     for use in uses:
         if slots[use.slot][0] == segment:
             firsts.setdefault(use.slot, use)
-    params = sorted(firsts, key=lambda param: slots[param][1])
+    # What has no elements stands first, where others begin at the same place.
+    params = sorted(firsts, key=lambda param: slots[param][1:])
     positions = {param: position for position, param in enumerate(params)}
     shapes = tuple(firsts[param].shape for param in params)
     shard_numel, padded_numel = unit.segments[segment][4:6]

@@ -6,9 +6,11 @@
 
 #include <assert.h>
 #include <inttypes.h>
+#include <stdlib.h>
 
 #include "base/alloc.h"
 #include "base/arith.h"
+#include "layout/blocks.h"
 
 typedef struct placed_segment {
   fsdp_segment info;
@@ -95,12 +97,11 @@ static fsdp_status place_param(placed_segment *target, int64_t numel,
   return FSDP_OK;
 }
 
-/* Cuts a filled segment into world_size shards. */
+/* Cuts a filled segment into world_size shards of `per_rank` at least. */
 static fsdp_status cut_segment(placed_segment *target, int64_t index,
-                               int64_t world_size, fsdp_error *error) {
+                               int64_t per_rank, int64_t world_size,
+                               fsdp_error *error) {
   fsdp_segment *info = &target->info;
-  const int64_t per_rank =
-      target->end / world_size + (target->end % world_size != 0);
   int64_t nbytes;
   if (!fsdp_round_up_i64(per_rank, target->shard_align, &info->shard_numel) ||
       !fsdp_mul_i64(info->shard_numel, world_size, &info->padded_numel) ||
@@ -135,15 +136,105 @@ static fsdp_status place_params(fsdp_flat_layout *self,
     FSDP_TRY(place_param(&self->segments[index], spec->numel, param,
                          &self->slots[param], error));
   }
+done:
+  return status;
+}
+
+/* Places the filled segment anew, in whole blocks. */
+static fsdp_status place_blocks(fsdp_flat_layout *self, int64_t segment,
+                                const int64_t *block_numels,
+                                int64_t *shard_numel, fsdp_error *error) {
+  const placed_segment *target = &self->segments[segment];
+  const int64_t num_params = target->info.num_params;
+  const int64_t *params = self->segment_params + target->params_begin;
+  fsdp_status status = FSDP_OK;
+  fsdp_blocks *blocks = fsdp_calloc((size_t)num_params, sizeof *blocks);
+  if (blocks == NULL) {
+    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
+                     "out of host memory for the blocks of segment %" PRId64,
+                     segment);
+  }
+  for (int64_t i = 0; i < num_params; i++) {
+    blocks[i].numel = self->slots[params[i]].numel;
+    blocks[i].block_numel = block_numels[params[i]];
+  }
+  FSDP_TRY(fsdp_blocks_place(blocks, num_params, self->world_size,
+                             max_i64(target->param_align, target->shard_align),
+                             shard_numel, error));
+  for (int64_t i = 0; i < num_params; i++) {
+    self->slots[params[i]].offset = blocks[i].offset;
+  }
+done:
+  fsdp_free(blocks);
+  return status;
+}
+
+/* The parameters of a segment, to sort. */
+typedef struct placed_param {
+  fsdp_param_slot slot;
+  int64_t param;
+} placed_param;
+
+/* What has no elements stands before what has some, so that ends ascend, too.
+ */
+static int lowest_first(const void *a, const void *b) {
+  const placed_param *first = a, *second = b;
+  if (first->slot.offset != second->slot.offset) {
+    return first->slot.offset < second->slot.offset ? -1 : 1;
+  }
+  if (first->slot.numel != second->slot.numel) {
+    return first->slot.numel < second->slot.numel ? -1 : 1;
+  }
+  return first->param < second->param ? -1 : 1; /* qsort is not stable */
+}
+
+/* Sorts the params of a segment by offset. */
+static fsdp_status sort_params(fsdp_flat_layout *self, int64_t segment,
+                               fsdp_error *error) {
+  const int64_t num_params = self->segments[segment].info.num_params;
+  int64_t *params = self->segment_params + self->segments[segment].params_begin;
+  placed_param *sorted = fsdp_calloc((size_t)num_params, sizeof *sorted);
+  if (sorted == NULL) {
+    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
+                     "out of host memory for the order of segment %" PRId64,
+                     segment);
+  }
+  for (int64_t i = 0; i < num_params; i++) {
+    sorted[i] = (placed_param){self->slots[params[i]], params[i]};
+  }
+  qsort(sorted, (size_t)num_params, sizeof *sorted, lowest_first);
+  for (int64_t i = 0; i < num_params; i++) params[i] = sorted[i].param;
+  fsdp_free(sorted);
+  return FSDP_OK;
+}
+
+/* block_numels NULL: there are no blocks. Segments without any stay as they
+ * are. */
+static fsdp_status cut_segments(fsdp_flat_layout *self,
+                                const int64_t *block_numels,
+                                fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
   for (int64_t i = 0; i < self->num_segments; i++) {
-    FSDP_TRY(cut_segment(&self->segments[i], i, self->world_size, error));
+    placed_segment *target = &self->segments[i];
+    const int64_t *params = self->segment_params + target->params_begin;
+    int64_t per_rank =
+        target->end / self->world_size + (target->end % self->world_size != 0);
+    bool has_blocks = false;
+    for (int64_t j = 0; block_numels != NULL && j < target->info.num_params;
+         j++) {
+      has_blocks = has_blocks || block_numels[params[j]] > 0;
+    }
+    if (has_blocks) {
+      FSDP_TRY(place_blocks(self, i, block_numels, &per_rank, error));
+      FSDP_TRY(sort_params(self, i, error));
+    }
+    FSDP_TRY(cut_segment(target, i, per_rank, self->world_size, error));
   }
 done:
   return status;
 }
 
-/* Groups the params by segment; inside a segment the table's order is already
- * the order of offsets. */
+/* Groups the params by segment, in the table's order. */
 static void group_params(fsdp_flat_layout *self) {
   int64_t begin = 0;
   for (int64_t i = 0; i < self->num_segments; i++) {
@@ -159,10 +250,11 @@ static void group_params(fsdp_flat_layout *self) {
   }
 }
 
-/* row_numels NULL: not by rows. */
+/* row_numels NULL: not by rows; block_numels NULL: without blocks. */
 static fsdp_status create_layout(const fsdp_param_table *table,
-                                 const int64_t *row_numels, int64_t world_size,
-                                 fsdp_alignment alignment,
+                                 const int64_t *row_numels,
+                                 const int64_t *block_numels,
+                                 int64_t world_size, fsdp_alignment alignment,
                                  fsdp_flat_layout **layout, fsdp_error *error) {
   const int64_t num_params = fsdp_param_table_num_params(table);
   fsdp_flat_layout *self = NULL;
@@ -188,6 +280,7 @@ static fsdp_status create_layout(const fsdp_param_table *table,
 
   FSDP_TRY(place_params(self, table, row_numels, error));
   group_params(self);
+  FSDP_TRY(cut_segments(self, block_numels, error));
 
   *layout = self;
   self = NULL;
@@ -208,7 +301,24 @@ fsdp_status fsdp_flat_layout_create(const fsdp_param_table *table,
                                     fsdp_alignment alignment,
                                     fsdp_flat_layout **layout,
                                     fsdp_error *error) {
-  return create_layout(table, NULL, world_size, alignment, layout, error);
+  return create_layout(table, NULL, NULL, world_size, alignment, layout, error);
+}
+
+fsdp_status fsdp_flat_layout_create_in_blocks(const fsdp_param_table *table,
+                                              const int64_t *block_numels,
+                                              int64_t world_size,
+                                              fsdp_alignment alignment,
+                                              fsdp_flat_layout **layout,
+                                              fsdp_error *error) {
+  for (int64_t i = 0; i < fsdp_param_table_num_params(table); i++) {
+    if (block_numels[i] >= 0) continue;
+    return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
+                     "parameter %" PRId64 " has blocks of %" PRId64
+                     " elements, need >= 0",
+                     i, block_numels[i]);
+  }
+  return create_layout(table, NULL, block_numels, world_size, alignment, layout,
+                       error);
 }
 
 fsdp_status fsdp_flat_layout_create_by_rows(const fsdp_param_table *table,
@@ -225,7 +335,8 @@ fsdp_status fsdp_flat_layout_create_by_rows(const fsdp_param_table *table,
                      " elements cannot have rows of %" PRId64,
                      i, numel, row_numels[i]);
   }
-  return create_layout(table, row_numels, world_size, alignment, layout, error);
+  return create_layout(table, row_numels, NULL, world_size, alignment, layout,
+                       error);
 }
 
 void fsdp_flat_layout_destroy(fsdp_flat_layout *layout) {

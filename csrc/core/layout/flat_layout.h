@@ -9,10 +9,11 @@
  *     rank     0 0 0 0 0 0 0 0 | 1 1 1  1  1  1  1  1
  *
  * A segment holds all parameters of one (dtype, requires_grad), in the order of
- * the table. Segments are in the order in which they first appear. On request,
- * parameters, shards or both (as above) start at multiples of the alignment.
- * `padding_numel` elements belong to no parameter: gaps between parameters, and
- * the tail. Pure arithmetic, immutable once created.
+ * the table unless blocks are kept whole. Segments are in the order in which
+ * they first appear. On request, parameters, shards or both (as above) start at
+ * multiples of the alignment. `padding_numel` elements belong to no parameter:
+ * gaps between parameters, and the tail. Pure arithmetic, immutable once
+ * created.
  *
  * Note [Layout by rows]
  * Each parameter is a segment of its own there, and a shard is a whole number
@@ -20,6 +21,11 @@
  * what torch.chunk gives it along that dimension, ceil(rows / world_size) rows
  * at most, and trailing ranks hold fewer or none. The whole parameter lies
  * contiguous in the gathered segment, with the padding behind it.
+ *
+ * Note [Layout of whole blocks]
+ * Where parameters have blocks that no two ranks may share, their segment is
+ * not in the order of the table, and there are gaps: see layout/blocks.h. What
+ * is aligned then, parameters or shards, both are. Other segments are as ever.
  */
 #ifndef FSDP_LAYOUT_FLAT_LAYOUT_H
 #define FSDP_LAYOUT_FLAT_LAYOUT_H
@@ -88,6 +94,18 @@ FSDP_NODISCARD fsdp_status fsdp_flat_layout_create(
 FSDP_NODISCARD fsdp_status fsdp_flat_layout_create_by_rows(
     const fsdp_param_table *table, const int64_t *row_numels,
     int64_t world_size, fsdp_flat_layout **layout, fsdp_error *error);
+
+/*
+ * The layout of whole blocks, see the note above. block_numels: per parameter
+ * of the table, the elements of a block, >= 0; 0: it may be cut anywhere; its
+ * numel or more: it is whole. Otherwise as fsdp_flat_layout_create.
+ *
+ * FSDP_INVALID_ARGUMENT  also: a block_numel < 0.
+ */
+FSDP_NODISCARD fsdp_status fsdp_flat_layout_create_in_blocks(
+    const fsdp_param_table *table, const int64_t *block_numels,
+    int64_t world_size, fsdp_alignment alignment, fsdp_flat_layout **layout,
+    fsdp_error *error);
 
 /* Accepts NULL. Cannot fail. */
 void fsdp_flat_layout_destroy(fsdp_flat_layout *layout);
