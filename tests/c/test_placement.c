@@ -55,6 +55,21 @@ TEST(test_pieces_are_sorted_and_empty_ones_left_out) {
   CHECK_I64(fsdp_alloc_live(), 0);
 }
 
+/* In their segment, b comes before a. */
+TEST(test_shards_of_whole_blocks) {
+  const fsdp_param_spec uses[] = {{1, 2, f32, true}, {2, 4, f32, true}};
+  const int64_t block_numels[] = {0, 4};
+  const fsdp_alignment alignment = {.itemsize = 4};
+  fsdp_param_table *table = NULL;
+  fsdp_flat_layout *layout = NULL;
+  CHECK_OK(fsdp_param_table_create(uses, 2, &table, NULL));
+  CHECK_OK(fsdp_flat_layout_create_in_blocks(table, block_numels, 2, alignment,
+                                             &layout, NULL));
+  check_pieces(place_flat(layout, 0, 0, 2), "0 [0, 2) 1 0\n1 [0, 4) 0 0\n");
+  fsdp_flat_layout_destroy(layout);
+  fsdp_param_table_destroy(table);
+}
+
 TEST(test_shards_of_a_segment) {
   fsdp_flat_layout *layout = placement_picture();
   check_pieces(place_flat(layout, 0, 0, 2),

@@ -266,6 +266,7 @@ fsdp_status fsdp_placement_create_flat(const fsdp_flat_layout *layout,
        i++) {
     FSDP_TRY(add_shards(self, layout, params[i], range, error));
   }
+  FSDP_TRY(sort_pieces(self, error));
 
   *placement = self;
   self = NULL;
