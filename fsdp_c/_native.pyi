@@ -399,9 +399,11 @@ def deal_out(
     nbytes: Sequence[int],
     *,
     num_owners: int,
+    num_shards: int,
     round_nbytes: int,
+    shards: Sequence[int],
 ) -> list[tuple[int, int]]:
-    """Per parameter: (owner, round)."""
+    """Per parameter: (owner, round); ``shards`` have the wholes, -1: none has."""
 
 def broadcast(group: ProcessGroup, tensor: torch.Tensor, label: str, /) -> bool:
     """Overwrite a tensor on a device with rank 0's, through NCCL; False: it cannot."""

@@ -116,8 +116,8 @@ PyDoc_STRVAR(
     "for errors. False if that is not possible: then nothing was done.");
 
 PyDoc_STRVAR(deal_out_doc,
-             "deal_out($module, /, costs, nbytes, *, num_owners, "
-             "round_nbytes)\n--\n\n"
+             "deal_out($module, /, costs, nbytes, *, num_owners, num_shards,\n"
+             "         round_nbytes, shards)\n--\n\n"
              "(owner, round) of each whole parameter. See layout/owners.h.");
 
 PyDoc_STRVAR(

@@ -124,7 +124,7 @@ PyObject *fsdp_module_prepare_exchange(PyObject *module, PyObject *args,
 /* exchange_size(items, direct_nbytes). */
 PyObject *fsdp_module_exchange_size(PyObject *module, PyObject *args,
                                     PyObject *kwargs);
-/* deal_out(costs, nbytes, *, num_owners, round_nbytes). */
+/* deal_out(costs, nbytes, *, num_owners, num_shards, round_nbytes, shards). */
 PyObject *fsdp_module_deal_out(PyObject *module, PyObject *args,
                                PyObject *kwargs);
 /* copy_tensors(copies). */

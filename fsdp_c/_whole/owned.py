@@ -93,7 +93,8 @@ class WholeParam:
     """A parameter that one rank of its grid steps as a whole.
 
     ``shard_rank`` and ``replica_rank`` are the owner's in the grid; ``round`` says
-    when it steps: see csrc/core/layout/owners.h.
+    when it steps: see csrc/core/layout/owners.h. ``travels``: the owner's shard does
+    not have all of it.
     """
 
     part: ParamPart
@@ -101,6 +102,7 @@ class WholeParam:
     shard_rank: int
     replica_rank: int
     round: int
+    travels: bool
 
     @property
     def is_in_my_row(self) -> bool:
@@ -157,6 +159,18 @@ class WholeParam:
                 here.copy_(values)
 
 
+def _shard_of_whole(part: ParamPart, grid: Grid) -> int:
+    """Return the shard that has all of a parameter; -1: none has."""
+    if grid.shard_group is None:
+        return 0
+    if isinstance(part.home, GroupRows):
+        return -1  # of one row at most
+    numel = part.shape.numel()
+    placement = part.spread.sharded(part.index)
+    ranks = range(grid.num_shards)
+    return next((r for r in ranks if placement.numel(part.index, r) == numel > 0), -1)
+
+
 class Travelling(NamedTuple):
     """A parameter, or what belongs to its elements, on the way."""
 
@@ -186,15 +200,22 @@ class Dealt:
             of_grid.setdefault(Grid.of(part), []).append(index)
         dealt: dict[int, WholeParam] = {}
         for grid, members in of_grid.items():
+            shards = [_shard_of_whole(parts[i], grid) for i in members]
             deals = deal_out(
                 [costs[i] for i in members],
                 [parts[i].shape.numel() * parts[i].param.itemsize for i in members],
                 num_owners=grid.num_shards * grid.num_replicas,
+                num_shards=grid.num_shards,
                 round_nbytes=round_nbytes,
+                shards=shards,
             )
-            for index, (owner, number) in zip(members, deals, strict=True):
+            for index, shard, (owner, number) in zip(
+                members, shards, deals, strict=True
+            ):
                 row, column = divmod(owner, grid.num_shards)
-                dealt[index] = WholeParam(parts[index], grid, column, row, number)
+                dealt[index] = WholeParam(
+                    parts[index], grid, column, row, number, travels=shard < 0
+                )
         self.wholes = [dealt[index] for index in range(len(parts))]
         self.grids = list(of_grid)
         self.shown = {each: _placeholder(each) for each in self.wholes if each.is_mine}
@@ -231,7 +252,7 @@ def gather(travelling: Sequence[Travelling], what: str) -> list[Tensor | None]:
     results: list[Tensor | None] = [None] * len(travelling)
     rows: dict[Grid, list[int]] = {}
     for index, (whole, values, _) in enumerate(travelling):
-        if whole.grid.shard_group is not None:
+        if whole.travels:
             if whole.is_in_my_row:
                 rows.setdefault(whole.grid, []).append(index)
         elif whole.is_mine:
@@ -260,11 +281,15 @@ def scatter(travelling: Sequence[Travelling], what: str) -> list[Tensor]:
     for index, (whole, values, _) in enumerate(travelling):
         if whole.grid.replica_group is not None:
             columns.setdefault(whole.grid, []).append(index)
-        if whole.grid.shard_group is not None:
-            if whole.is_in_my_row:
-                rows.setdefault(whole.grid, []).append(index)
+        if not whole.is_in_my_row:
+            continue
+        if whole.travels:
+            rows.setdefault(whole.grid, []).append(index)
         elif whole.is_mine:
             parts[index] = values
+        else:
+            device = whole.part.param.device
+            parts[index] = torch.empty(0, dtype=travelling[index].dtype, device=device)
     label = f"scatter of {what}"
     for grid, members in rows.items():
         moves = [

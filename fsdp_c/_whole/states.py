@@ -61,7 +61,7 @@ def save_states(
         parts = scatter(travelling, "optimizer states")
         for name, (whole, _, _), part in zip(names, travelling, parts, strict=True):
             # The owner goes on with its own.
-            is_own = whole.is_mine and whole.grid.shard_group is None
+            is_own = whole.is_mine and not whole.travels
             device = whole.part.param.device
             states[whole.part.fqn].sharded[name] = part.to(device, copy=is_own)
     keys = keys_of_input(model, groups).with_parts(parts_of(model))
@@ -182,7 +182,7 @@ def load_states(
         wholes = gather(travelling, "optimizer states")
         for name, (whole, _, _), values in zip(names, travelling, wholes, strict=True):
             if values is not None:
-                is_own = whole.grid.shard_group is None
+                is_own = not whole.travels
                 own = values.to(whole.part.param.device, copy=is_own)
                 loaded[dealt.shown[whole]][name] = own.view(whole.shape)
     _install(optimizer, loaded)

@@ -8,12 +8,17 @@
 
 enum { MAX_PARAMS = 8, MAX_OWNERS = 3 };
 
+/* No parameter is whole in a shard. */
+static fsdp_owners owners_of(int64_t num_owners) {
+  return (fsdp_owners){num_owners, num_owners, NULL};
+}
+
 static void check_deals(const fsdp_owned_param *params, int64_t num_params,
                         int64_t num_owners, int64_t round_nbytes,
                         const fsdp_deal *expected) {
   fsdp_deal deals[MAX_PARAMS];
-  CHECK_OK(
-      fsdp_deal_out(params, num_params, num_owners, round_nbytes, deals, NULL));
+  CHECK_OK(fsdp_deal_out(params, num_params, owners_of(num_owners),
+                         round_nbytes, deals, NULL));
   for (int64_t i = 0; i < num_params; i++) {
     CHECK_I64(deals[i].owner, expected[i].owner);
     CHECK_I64(deals[i].round, expected[i].round);
@@ -51,13 +56,54 @@ TEST(test_bytes_count_where_work_does_not) {
   check_deals(no_work, 2, 2, 100, apart);
 }
 
+static void check_whole_deals(int64_t num_owners, const fsdp_deal *expected) {
+  const fsdp_owned_param params[] = {{6, 6}, {4, 4}, {3, 3},
+                                     {3, 3}, {5, 5}, {2, 2}};
+  const int64_t shards[] = {-1, 1, -1, -1, 1, -1};
+  fsdp_deal deals[6];
+  CHECK_OK(fsdp_deal_out(params, 6, (fsdp_owners){num_owners, 2, shards}, 3,
+                         deals, NULL));
+  for (int i = 0; i < 6; i++) {
+    CHECK_I64(deals[i].owner, expected[i].owner);
+    CHECK_I64(deals[i].round, expected[i].round);
+  }
+}
+
+/* Shard 1 has two wholes; the others are dealt out around them. */
+TEST(test_wholes_are_owned_where_they_lie) {
+  const fsdp_deal here[] = {{0, 0}, {1, 0}, {0, 2}, {0, 3}, {1, 0}, {1, 0}};
+  check_whole_deals(2, here);
+  /* Two replicas have one each. They go to the other one, and take room. */
+  const fsdp_deal there[] = {{0, 0}, {3, 0}, {2, 0}, {2, 1}, {1, 0}, {3, 1}};
+  check_whole_deals(4, there);
+}
+
+TEST(test_deals_refuse_wrong_shards) {
+  const fsdp_owned_param param = {1, 1};
+  const int64_t shards[] = {2, -2};
+  fsdp_deal deal;
+  fsdp_error error;
+  CHECK_FAILS(
+      fsdp_deal_out(&param, 1, (fsdp_owners){4, 3, NULL}, 1, &deal, &error),
+      FSDP_INVALID_ARGUMENT, error.message,
+      "num_shards is 3, need a divisor of the 4 owners");
+  CHECK_FAILS(
+      fsdp_deal_out(&param, 1, (fsdp_owners){4, 2, shards}, 1, &deal, &error),
+      FSDP_INVALID_ARGUMENT, error.message,
+      "parameter 0 is whole in shard 2 of 2");
+  CHECK_FAILS(fsdp_deal_out(&param, 1, (fsdp_owners){4, 2, shards + 1}, 1,
+                            &deal, &error),
+              FSDP_INVALID_ARGUMENT, error.message,
+              "parameter 0 is whole in shard -2 of 2");
+}
+
 static void check_refused(const fsdp_owned_param *params, int64_t num_params,
                           int64_t num_owners, int64_t round_nbytes,
                           const char *message) {
   fsdp_deal deals[MAX_PARAMS];
   fsdp_error error;
-  CHECK_FAILS(fsdp_deal_out(params, num_params, num_owners, round_nbytes, deals,
-                            &error),
+  CHECK_FAILS(fsdp_deal_out(params, num_params, owners_of(num_owners),
+                            round_nbytes, deals, &error),
               FSDP_INVALID_ARGUMENT, error.message, message);
 }
 
@@ -111,7 +157,8 @@ TEST(test_deals_are_near_the_best_one) {
       const int64_t cost = (int64_t)(seed >> 33) % 30;
       params[i] = (fsdp_owned_param){cost, cost};
     }
-    CHECK_OK(fsdp_deal_out(params, MAX_PARAMS, MAX_OWNERS, 20, deals, NULL));
+    CHECK_OK(fsdp_deal_out(params, MAX_PARAMS, owners_of(MAX_OWNERS), 20, deals,
+                           NULL));
     for (int i = 0; i < MAX_PARAMS; i++) owners[i] = deals[i].owner;
     const int64_t found = largest_load(params, MAX_PARAMS, owners);
     const int64_t best = best_load(params, MAX_PARAMS, 0, owners);
@@ -123,9 +170,9 @@ static fsdp_status deal(void *context, fsdp_error *error) {
   const fsdp_owned_param params[] = {{1, 1}, {2, 2}};
   (void)context;
   fsdp_deal deals[2];
-  return fsdp_deal_out(params, 2, 2, 1, deals, error);
+  return fsdp_deal_out(params, 2, owners_of(2), 1, deals, error);
 }
 
 TEST(test_every_allocation_of_a_deal_can_fail) {
-  CHECK_I64(every_allocation(deal, NULL), 2);
+  CHECK_I64(every_allocation(deal, NULL), 3);
 }

@@ -217,7 +217,10 @@ def test_a_closure_runs_before_the_step() -> None:
 def test_wholes_are_there_in_rounds_only(
     monkeypatch: pytest.MonkeyPatch, api: str
 ) -> None:
-    """An owner has one round's wholes at a time; between steps it has none."""
+    """An owner has one round's wholes at a time; between steps it has none.
+
+    But those that its shard has.
+    """
     monkeypatch.setattr("fsdp_c._whole.optimizer.ROUND_NBYTES", 4 * 12 * 12)
     seen: list[int] = []
 
@@ -231,8 +234,12 @@ def test_wholes_are_there_in_rounds_only(
     run.plain_optimizers = [TensorNorm(run.plain.parameters())]
     run.train(2)
     total = sum(param.numel() for param in run.plain.parameters())
-    assert len(seen) >= 6
-    assert max(seen) <= 12 * 12 + 13 * 12  # a round and the largest parameter
+    mine = [whole for whole in run.optimizer._dealt.wholes if whole.is_mine]
+    at_home = sum(each.shape.numel() for each in mine if not each.travels)
+    assert (at_home > 0) == (api == "fsdp1")
+    assert len(seen) == 2 * run.optimizer._dealt.num_rounds >= 4
+    # A round and the largest parameter.
+    assert max(seen) <= 12 * 12 + 13 * 12 + at_home
     assert 0.3 * total <= sum(seen) / 2 <= 0.7 * total
     for shown in run.optimizer._dealt.shown.values():
         assert shown.untyped_storage().nbytes() == shown.itemsize

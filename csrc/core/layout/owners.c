@@ -4,6 +4,7 @@
 #include "layout/owners.h"
 
 #include <inttypes.h>
+#include <stdbool.h>
 #include <stdlib.h>
 
 #include "base/alloc.h"
@@ -37,19 +38,38 @@ static fsdp_status check_value(int64_t value, const char *name, int64_t param,
   return FSDP_OK;
 }
 
+/* The shard that has the whole, or -1. */
+static int64_t shard_of(const fsdp_owners *owners, int64_t param) {
+  return owners->shards == NULL ? -1 : owners->shards[param];
+}
+
 static fsdp_status check_arguments(const fsdp_owned_param *params,
-                                   int64_t num_params, int64_t num_owners,
+                                   int64_t num_params,
+                                   const fsdp_owners *owners,
                                    int64_t round_nbytes,
                                    fsdp_owned_param *total, fsdp_error *error) {
   fsdp_status status = FSDP_OK;
-  if (num_params < 0 || num_owners < 1 || round_nbytes < 1) {
+  if (num_params < 0 || owners->num_owners < 1 || round_nbytes < 1) {
     return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
                      "num_params is %" PRId64
                      ", need >= 0; num_owners is %" PRId64
                      ", need >= 1; round_nbytes is %" PRId64 ", need >= 1",
-                     num_params, num_owners, round_nbytes);
+                     num_params, owners->num_owners, round_nbytes);
+  }
+  if (owners->num_shards < 1 || owners->num_owners % owners->num_shards != 0) {
+    return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
+                     "num_shards is %" PRId64 ", need a divisor of the %" PRId64
+                     " owners",
+                     owners->num_shards, owners->num_owners);
   }
   for (int64_t i = 0; i < num_params; i++) {
+    const int64_t shard = shard_of(owners, i);
+    if (shard < -1 || shard >= owners->num_shards) {
+      return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
+                       "parameter %" PRId64 " is whole in shard %" PRId64
+                       " of %" PRId64,
+                       i, shard, owners->num_shards);
+    }
     FSDP_TRY(check_value(params[i].cost, "cost", i, &total->cost, error));
     FSDP_TRY(check_value(params[i].nbytes, "nbytes", i, &total->nbytes, error));
   }
@@ -71,12 +91,15 @@ static double share_with(const fsdp_owned_param *load,
   return work > bytes ? work : bytes;
 }
 
-static int64_t choose_owner(const fsdp_owned_param *loads, int64_t num_owners,
+/* Of those in `shard`; -1: of all. */
+static int64_t choose_owner(const fsdp_owned_param *loads,
+                            const fsdp_owners *owners, int64_t shard,
                             const fsdp_owned_param *param,
                             const fsdp_owned_param *total) {
-  int64_t best = 0;
-  double smallest = share_with(&loads[0], param, total);
-  for (int64_t owner = 1; owner < num_owners; owner++) {
+  const int64_t step = shard < 0 ? 1 : owners->num_shards;
+  int64_t best = shard < 0 ? 0 : shard;
+  double smallest = share_with(&loads[best], param, total);
+  for (int64_t owner = best + step; owner < owners->num_owners; owner += step) {
     const double its = share_with(&loads[owner], param, total);
     if (its < smallest) {
       best = owner;
@@ -86,23 +109,57 @@ static int64_t choose_owner(const fsdp_owned_param *loads, int64_t num_owners,
   return best;
 }
 
+/* Chooses the owners of params that are whole in a shard, or of the others. */
+static void deal_out_some(const fsdp_owned_param *params, int64_t num_params,
+                          const entry *order, const fsdp_owners *owners,
+                          const fsdp_owned_param *total, bool are_whole,
+                          fsdp_owned_param *loads, fsdp_deal *deals) {
+  for (int64_t i = 0; i < num_params; i++) {
+    const int64_t index = order[i].param;
+    const int64_t shard = shard_of(owners, index);
+    if ((shard >= 0) != are_whole) continue;
+    const fsdp_owned_param *param = &params[index];
+    const int64_t owner = choose_owner(loads, owners, shard, param, total);
+    deals[index].owner = owner;
+    loads[owner].cost += param->cost;
+    loads[owner].nbytes += param->nbytes;
+  }
+}
+
+/* Of all params; `filled`: one zero for each owner. */
+static void choose_rounds(const fsdp_owned_param *params, int64_t num_params,
+                          const entry *order, const fsdp_owners *owners,
+                          int64_t round_nbytes, int64_t *filled,
+                          fsdp_deal *deals) {
+  const bool has_replicas = owners->num_shards < owners->num_owners;
+  for (int64_t i = 0; i < num_params; i++) {
+    const int64_t index = order[i].param;
+    fsdp_deal *deal = &deals[index];
+    deal->round = filled[deal->owner] / round_nbytes;
+    if (shard_of(owners, index) >= 0 && !has_replicas) continue;
+    filled[deal->owner] += params[index].nbytes;
+  }
+}
+
 fsdp_status fsdp_deal_out(const fsdp_owned_param *params, int64_t num_params,
-                          int64_t num_owners, int64_t round_nbytes,
+                          fsdp_owners owners, int64_t round_nbytes,
                           fsdp_deal *deals, fsdp_error *error) {
   fsdp_status status = FSDP_OK;
   fsdp_owned_param total = {0, 0};
   fsdp_owned_param *loads = NULL;
+  int64_t *filled = NULL;
   entry *order = NULL;
 
-  FSDP_TRY(check_arguments(params, num_params, num_owners, round_nbytes, &total,
+  FSDP_TRY(check_arguments(params, num_params, &owners, round_nbytes, &total,
                            error));
-  loads = fsdp_calloc((size_t)num_owners, sizeof *loads);
+  loads = fsdp_calloc((size_t)owners.num_owners, sizeof *loads);
+  filled = fsdp_calloc((size_t)owners.num_owners, sizeof *filled);
   order = fsdp_calloc((size_t)num_params, sizeof *order);
-  if (loads == NULL || order == NULL) {
+  if (loads == NULL || filled == NULL || order == NULL) {
     status = FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
                        "out of host memory for %" PRId64
                        " parameters of %" PRId64 " owners",
-                       num_params, num_owners);
+                       num_params, owners.num_owners);
     goto done;
   }
   for (int64_t i = 0; i < num_params; i++) {
@@ -111,17 +168,15 @@ fsdp_status fsdp_deal_out(const fsdp_owned_param *params, int64_t num_params,
   if (num_params > 0) {
     qsort(order, (size_t)num_params, sizeof *order, costliest_first);
   }
-  for (int64_t i = 0; i < num_params; i++) {
-    const fsdp_owned_param *param = &params[order[i].param];
-    const int64_t owner = choose_owner(loads, num_owners, param, &total);
-    deals[order[i].param] =
-        (fsdp_deal){owner, loads[owner].nbytes / round_nbytes};
-    loads[owner].cost += param->cost;
-    loads[owner].nbytes += param->nbytes;
-  }
+  deal_out_some(params, num_params, order, &owners, &total, true, loads, deals);
+  deal_out_some(params, num_params, order, &owners, &total, false, loads,
+                deals);
+  choose_rounds(params, num_params, order, &owners, round_nbytes, filled,
+                deals);
 
 done:
   fsdp_free(order);
+  fsdp_free(filled);
   fsdp_free(loads);
   return status;
 }

@@ -15,6 +15,11 @@
  * brings it to `round_nbytes`. As all owners have about the same work at each
  * place of the order, they come to a round's end at about the same time.
  *
+ * A parameter that is whole in a shard has its owner there, or in a replica of
+ * the shard: owners are `num_shards` to a replica, one replica after the other.
+ * These are dealt out before the others. Without replicas they go nowhere, and
+ * need no room in a round.
+ *
  * Depends on its arguments only: all ranks that pass the same get the same.
  */
 #ifndef FSDP_LAYOUT_OWNERS_H
@@ -33,6 +38,14 @@ typedef struct fsdp_owned_param {
   int64_t nbytes; /* of the whole; >= 0 */
 } fsdp_owned_param;
 
+/* Where an owner can be: see above. */
+typedef struct fsdp_owners {
+  int64_t num_owners;    /* >= 1 */
+  int64_t num_shards;    /* >= 1, a divisor of num_owners */
+  const int64_t *shards; /* per parameter: the shard that has the whole, or -1;
+                            NULL: none has */
+} fsdp_owners;
+
 typedef struct fsdp_deal {
   int64_t owner; /* in [0, num_owners) */
   int64_t round; /* in [0, number of rounds) */
@@ -47,7 +60,7 @@ typedef struct fsdp_deal {
  * FSDP_OUT_OF_MEMORY
  */
 FSDP_NODISCARD fsdp_status fsdp_deal_out(const fsdp_owned_param *params,
-                                         int64_t num_params, int64_t num_owners,
+                                         int64_t num_params, fsdp_owners owners,
                                          int64_t round_nbytes, fsdp_deal *deals,
                                          fsdp_error *error);
 
