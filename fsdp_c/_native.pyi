@@ -59,6 +59,7 @@ class Unit:
         shard_dims: Sequence[int] | None = None,
         part_group: ProcessGroup | None = None,
         extended: Sequence[int] | None = None,
+        block_numels: Sequence[int] | None = None,
     ) -> Unit: ...
     @property
     def name(self) -> str: ...
@@ -212,7 +213,9 @@ class Layout:
     Of ``params``, each (numel, dtype, requires_grad), none is shared. ``itemsize``:
     a segment aligns to 16 bytes with the smaller of this and its own itemsize.
     With ``row_numels``, the elements of a row of each parameter, each is a segment by
-    rows, which nothing aligns.
+    rows, which nothing aligns. With ``block_numels``, the elements of blocks of each
+    parameter, these are kept whole. With ``offsets`` and, per segment, ``shard_numels``
+    it was made before.
     """
 
     def __new__(
@@ -224,6 +227,9 @@ class Layout:
         align_params: bool,
         align_shards: bool,
         row_numels: Sequence[int] | None = None,
+        block_numels: Sequence[int] | None = None,
+        offsets: Sequence[int] | None = None,
+        shard_numels: Sequence[int] = ...,
     ) -> Layout: ...
     @property
     def world_size(self) -> int: ...

@@ -75,49 +75,85 @@ static fsdp_param_spec *read_params(PyObject *params, Py_ssize_t *num_params) {
   return specs;
 }
 
-/* The layout by rows if `row_numels` is not None. -1 with an exception. */
-static int make_layout(const fsdp_param_table *table, PyObject *row_numels,
+/* One number per parameter, or NULL with an exception. */
+static int64_t *read_numels(PyObject *sequence, const char *name,
+                            int64_t num_params) {
+  Py_ssize_t num_numels = 0;
+  int64_t *numels = fsdp_read_int64s(sequence, name, 1, &num_numels);
+  if (numels == NULL || num_numels == num_params) return numels;
+  PyErr_Format(PyExc_ValueError, "Layout() needs as many %s as params, got %zd",
+               name, num_numels);
+  PyMem_Free(numels);
+  return NULL;
+}
+
+/* What says how a layout is made; None: not so. Borrowed. */
+typedef struct layout_rules {
+  PyObject *row_numels, *block_numels, *offsets, *shard_numels;
+} layout_rules;
+
+static fsdp_status make_placed(const fsdp_param_table *table,
+                               const int64_t *offsets, PyObject *shard_numels,
+                               int64_t world_size, fsdp_flat_layout **layout,
+                               fsdp_error *error) {
+  Py_ssize_t num_segments = 0;
+  int64_t *numels =
+      fsdp_read_int64s(shard_numels, "shard_numels", 1, &num_segments);
+  if (numels == NULL) return FSDP_INVALID_ARGUMENT; /* with an exception */
+  const fsdp_status status = fsdp_flat_layout_create_placed(
+      table, offsets, numels, num_segments, world_size, layout, error);
+  PyMem_Free(numels);
+  return status;
+}
+
+/* -1 with an exception. */
+static int make_layout(const fsdp_param_table *table, const layout_rules *rules,
                        int64_t world_size, fsdp_alignment alignment,
                        fsdp_flat_layout **layout) {
+  const int64_t num_params = fsdp_param_table_num_params(table);
   fsdp_error error = {0};
   fsdp_status status;
-  if (row_numels == Py_None) {
-    status =
-        fsdp_flat_layout_create(table, world_size, alignment, layout, &error);
-  } else {
-    Py_ssize_t num_numels = 0;
-    int64_t *numels =
-        fsdp_read_int64s(row_numels, "row_numels", 1, &num_numels);
+  int64_t *numels = NULL;
+  if (rules->row_numels != Py_None) {
+    numels = read_numels(rules->row_numels, "row_numels", num_params);
     if (numels == NULL) return -1;
-    if (num_numels != fsdp_param_table_num_params(table)) {
-      PyErr_Format(PyExc_ValueError,
-                   "Layout() needs as many row_numels as params, got %zd",
-                   num_numels);
-      PyMem_Free(numels);
-      return -1;
-    }
     status = fsdp_flat_layout_create_by_rows(table, numels, world_size, layout,
                                              &error);
-    PyMem_Free(numels);
+  } else if (rules->block_numels != Py_None) {
+    numels = read_numels(rules->block_numels, "block_numels", num_params);
+    if (numels == NULL) return -1;
+    status = fsdp_flat_layout_create_in_blocks(table, numels, world_size,
+                                               alignment, layout, &error);
+  } else if (rules->offsets != Py_None) {
+    numels = read_numels(rules->offsets, "offsets", num_params);
+    if (numels == NULL) return -1;
+    status = make_placed(table, numels, rules->shard_numels, world_size, layout,
+                         &error);
+  } else {
+    status =
+        fsdp_flat_layout_create(table, world_size, alignment, layout, &error);
   }
+  PyMem_Free(numels);
   if (status == FSDP_OK) return 0;
-  fsdp_torch_set_python_error(&error);
+  if (!PyErr_Occurred()) fsdp_torch_set_python_error(&error);
   return -1;
 }
 
 static PyObject *layout_new(PyTypeObject *type, PyObject *args,
                             PyObject *kwargs) {
   static const char *const keywords[] = {
-      "params",       "world_size", "itemsize", "align_params",
-      "align_shards", "row_numels", NULL};
-  PyObject *params;               /* borrowed */
-  PyObject *row_numels = Py_None; /* borrowed */
+      "params",     "world_size",   "itemsize", "align_params", "align_shards",
+      "row_numels", "block_numels", "offsets",  "shard_numels", NULL};
+  PyObject *params; /* borrowed */
+  layout_rules rules = {Py_None, Py_None, Py_None, Py_None};
   long long world_size;
   int itemsize = FSDP_ALIGNMENT_NBYTES;
   int align_params = -1, align_shards = -1;
   if (!PyArg_ParseTupleAndKeywords(
-          args, kwargs, "OL|$ippO:Layout", FSDP_KEYWORDS(keywords), &params,
-          &world_size, &itemsize, &align_params, &align_shards, &row_numels)) {
+          args, kwargs, "OL|$ippOOOO:Layout", FSDP_KEYWORDS(keywords), &params,
+          &world_size, &itemsize, &align_params, &align_shards,
+          &rules.row_numels, &rules.block_numels, &rules.offsets,
+          &rules.shard_numels)) {
     return NULL;
   }
   if (align_params < 0 || align_shards < 0) {
@@ -145,7 +181,7 @@ static PyObject *layout_new(PyTypeObject *type, PyObject *args,
     Py_CLEAR(self);
     goto done;
   }
-  if (make_layout(table, row_numels, world_size, alignment, &self->owned) < 0) {
+  if (make_layout(table, &rules, world_size, alignment, &self->owned) < 0) {
     Py_CLEAR(self);
     goto done;
   }
@@ -291,7 +327,8 @@ static PyObject *layout_get_alignment(PyObject *object,
 PyDoc_STRVAR(
     layout_doc,
     "Layout(params, world_size, *, itemsize=16, align_params, align_shards,\n"
-    "       row_numels=None)\n"
+    "       row_numels=None, block_numels=None, offsets=None,\n"
+    "       shard_numels=None)\n"
     "--\n\n"
     "Where parameters, each (numel, dtype, requires_grad), lie in flat "
     "shards.\n"

@@ -13,6 +13,19 @@ static struct _object *none_to_null(PyObject *object) {
   return object == Py_None ? NULL : object;
 }
 
+/* One integer per use: NULL for None, a new array otherwise. 0, or -1 with an
+ * exception. */
+static int read_of_uses(PyObject *sequence, const char *name,
+                        Py_ssize_t num_uses, int64_t **values) {
+  Py_ssize_t num = 0;
+  if (sequence == Py_None) return 0;
+  *values = fsdp_read_int64s(sequence, name, 1, &num);
+  if (*values == NULL) return -1;
+  if (num == num_uses) return 0;
+  PyErr_Format(PyExc_ValueError, "%zd params and %zd %s", num_uses, num, name);
+  return -1;
+}
+
 static PyObject *unit_new(PyTypeObject *type, PyObject *args,
                           PyObject *kwargs) {
   static const char *const keywords[] = {"name",
@@ -35,25 +48,27 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args,
                                          "shard_dims",
                                          "part_group",
                                          "extended",
+                                         "block_numels",
                                          NULL};
   const char *name;
   /* All borrowed. */
   PyObject *params, *device, *shard_group = Py_None, *replica_group = Py_None;
   PyObject *param_dtype = Py_None, *reduce_dtype = Py_None;
   PyObject *shard_dims = Py_None, *part_group = Py_None, *extended = Py_None;
+  PyObject *block_numels = Py_None;
   int use_orig_params = 1, reshard_after_forward = 1, shows_kept = 1;
   int reshard_after_backward_without_sync = 1;
   int backward_prefetch = FSDP_PREFETCH_PRE, forward_prefetch = 0;
   int cast_forward_inputs = 0, cast_root_forward_inputs = 0;
   int keep_low_precision_grads = 0, offloads = 0;
   if (!PyArg_ParseTupleAndKeywords(
-          args, kwargs, "sOO|$OOOOppppipppppOOO:Unit", FSDP_KEYWORDS(keywords),
+          args, kwargs, "sOO|$OOOOppppipppppOOOO:Unit", FSDP_KEYWORDS(keywords),
           &name, &params, &device, &shard_group, &replica_group, &param_dtype,
           &reduce_dtype, &use_orig_params, &reshard_after_forward, &shows_kept,
           &reshard_after_backward_without_sync, &backward_prefetch,
           &forward_prefetch, &cast_forward_inputs, &cast_root_forward_inputs,
           &keep_low_precision_grads, &offloads, &shard_dims, &part_group,
-          &extended)) {
+          &extended, &block_numels)) {
     return NULL;
   }
   if (backward_prefetch < FSDP_PREFETCH_NONE ||
@@ -68,26 +83,17 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args,
   unit_object *self = NULL;
   int64_t *dims = NULL;
   int64_t *is_extended = NULL;
-  Py_ssize_t num_dims;
+  int64_t *blocks = NULL;
   PyObject *uses = PySequence_Fast(params, "params must be a sequence");
   if (uses == NULL) return NULL;
-  if (shard_dims != Py_None) {
-    dims = fsdp_read_int64s(shard_dims, "shard_dims", 1, &num_dims);
-    if (dims == NULL) goto done;
-    if (num_dims != PySequence_Fast_GET_SIZE(uses)) {
-      PyErr_Format(PyExc_ValueError, "%zd params and %zd shard_dims",
-                   PySequence_Fast_GET_SIZE(uses), num_dims);
-      goto done;
-    }
+  const Py_ssize_t num_uses = PySequence_Fast_GET_SIZE(uses);
+  if (read_of_uses(shard_dims, "shard_dims", num_uses, &dims) < 0 ||
+      read_of_uses(block_numels, "block_numels", num_uses, &blocks) < 0) {
+    goto done;
   }
-  if (dims != NULL && extended != Py_None) {
-    is_extended = fsdp_read_int64s(extended, "extended", 1, &num_dims);
-    if (is_extended == NULL) goto done;
-    if (num_dims != PySequence_Fast_GET_SIZE(uses)) {
-      PyErr_Format(PyExc_ValueError, "%zd params and %zd extended",
-                   PySequence_Fast_GET_SIZE(uses), num_dims);
-      goto done;
-    }
+  if (dims != NULL &&
+      read_of_uses(extended, "extended", num_uses, &is_extended) < 0) {
+    goto done;
   }
   self = (unit_object *)type->tp_alloc(type, 0); /* unit == NULL */
   if (self == NULL) goto done;
@@ -95,7 +101,7 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args,
   const fsdp_torch_unit_options options = {
       .name = name,
       .uses = PySequence_Fast_ITEMS(uses),
-      .num_uses = PySequence_Fast_GET_SIZE(uses),
+      .num_uses = num_uses,
       .shard_group = none_to_null(shard_group),
       .replica_group = none_to_null(replica_group),
       .part_group = none_to_null(part_group),
@@ -115,6 +121,7 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args,
       .keep_low_precision_grads = keep_low_precision_grads != 0,
       .offloads = offloads != 0,
       .shard_dims = dims,
+      .block_numels = blocks,
   };
   FSDP_LOCAL_ERROR(error);
   if (fsdp_torch_unit_create(&options, &self->unit, &error) != FSDP_OK) {
@@ -122,6 +129,7 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args,
     Py_CLEAR(self);
   }
 done:
+  PyMem_Free(blocks);
   PyMem_Free(is_extended);
   PyMem_Free(dims);
   Py_DECREF(uses);
@@ -392,7 +400,8 @@ PyDoc_STRVAR(
     "     reshard_after_backward_without_sync=True, backward_prefetch=1,\n"
     "     forward_prefetch=False, cast_forward_inputs=False,\n"
     "     cast_root_forward_inputs=False, keep_low_precision_grads=False,\n"
-    "     offloads=False, shard_dims=None, part_group=None, extended=None)\n"
+    "     offloads=False, shard_dims=None, part_group=None, extended=None,\n"
+    "     block_numels=None)\n"
     "--\n\n"
     "One unit: the parameters of one wrapped module, flattened and sharded.\n"
     "\n"

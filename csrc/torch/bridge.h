@@ -106,6 +106,9 @@ typedef struct fsdp_torch_unit_options {
       *shard_dims; /* per use: the dimension that is cut by rows; NULL:
                       flat. By rows, `uses` only say shapes and dtypes:
                       values come by fsdp_torch_unit_bind_sharded. */
+  const int64_t *block_numels; /* per use of a flat unit: elements that are kept
+                                  together, see layout/flat_layout.h; NULL:
+                                  none are */
 } fsdp_torch_unit_options;
 
 /*

@@ -102,11 +102,28 @@ std::vector<int64_t> row_numels_of(const fsdp_torch_unit_options &options) {
   return row_numels;
 }
 
+// Of what is given per use, what the unit's parameters have.
+std::vector<int64_t> by_param(const Unit &unit,
+                              const std::vector<int64_t> &of_uses) {
+  std::vector<int64_t> result;
+  for (int64_t i = 0; i < fsdp_param_table_num_params(unit.table); i++) {
+    result.push_back(of_uses.at(
+        static_cast<size_t>(fsdp_param_table_first_use(unit.table, i))));
+  }
+  return result;
+}
+
+std::vector<int64_t> block_numels_of(const fsdp_torch_unit_options &options) {
+  if (options.block_numels == nullptr) return {};
+  return {options.block_numels, options.block_numels + options.num_uses};
+}
+
 // Makes the table and the layout of `specs`, one per use; row_numels likewise,
-// of a unit by rows.
+// of a unit by rows, and block_numels, empty where nothing is kept together.
 fsdp_status make_layout(Unit &unit, const std::vector<fsdp_param_spec> &specs,
                         const std::vector<int64_t> &row_numels,
-                        fsdp_error *error) {
+                        std::vector<int64_t> block_numels, fsdp_error *error) {
+  const int64_t world_size = core_group(unit.shard_group).world_size;
   const auto num_uses = static_cast<int64_t>(specs.size());
   const fsdp_status status =
       fsdp_param_table_create(specs.data(), num_uses, &unit.table, error);
@@ -115,18 +132,18 @@ fsdp_status make_layout(Unit &unit, const std::vector<fsdp_param_spec> &specs,
     unit.param_of_use.push_back(fsdp_param_table_param_of_use(unit.table, i));
   }
   if (unit.is_by_rows) {
-    std::vector<int64_t> by_param;
-    for (int64_t i = 0; i < fsdp_param_table_num_params(unit.table); i++) {
-      by_param.push_back(row_numels.at(
-          static_cast<size_t>(fsdp_param_table_first_use(unit.table, i))));
-    }
-    return fsdp_flat_layout_create_by_rows(
-        unit.table, by_param.data(), core_group(unit.shard_group).world_size,
-        &unit.layout, error);
+    return fsdp_flat_layout_create_by_rows(unit.table,
+                                           by_param(unit, row_numels).data(),
+                                           world_size, &unit.layout, error);
   }
-  return fsdp_flat_layout_create(unit.table,
-                                 core_group(unit.shard_group).world_size,
-                                 unit.alignment, &unit.layout, error);
+  unit.block_numels = std::move(block_numels);
+  if (!unit.block_numels.empty()) {
+    return fsdp_flat_layout_create_in_blocks(
+        unit.table, by_param(unit, unit.block_numels).data(), world_size,
+        unit.alignment, &unit.layout, error);
+  }
+  return fsdp_flat_layout_create(unit.table, world_size, unit.alignment,
+                                 &unit.layout, error);
 }
 
 std::vector<fsdp_param_spec> specs_of(const Unit &unit,
@@ -377,7 +394,8 @@ fsdp_status fsdp_torch_unit_create(const fsdp_torch_unit_options *options,
     const auto specs = fsdp_torch::specs_of(*self, *options);
     self->alignment = fsdp_torch::choose_alignment(*self, options->param_dtype);
     fsdp_status status = fsdp_torch::make_layout(
-        *self, specs, fsdp_torch::row_numels_of(*options), error);
+        *self, specs, fsdp_torch::row_numels_of(*options),
+        fsdp_torch::block_numels_of(*options), error);
     if (status != FSDP_OK) return status;
     fsdp_torch::choose_dtypes(*self, *options);
     fsdp_torch::choose_settings(*self, *options);
@@ -426,7 +444,8 @@ fsdp_status fsdp_torch_unit_clone(const fsdp_torch_unit *source,
           THPVariable_Unpack(uses[i]).unsafeGetTensorImpl());
       specs.push_back(spec);
     }
-    fsdp_status status = fsdp_torch::make_layout(*self, specs, {}, error);
+    fsdp_status status =
+        fsdp_torch::make_layout(*self, specs, {}, from.block_numels, error);
     if (status != FSDP_OK) return status;
     if (self->param_of_use != from.param_of_use) {
       throw std::invalid_argument("the parameters are shared in another way");

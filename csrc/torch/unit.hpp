@@ -250,7 +250,8 @@ struct Unit : std::enable_shared_from_this<Unit> {
   fsdp_torch_watch watch = {};    // likewise of any unit; all null: nothing
   bool grads_are_new = false;     // by rows: to be shown at the end of backward
   fsdp_alignment alignment = {};  // of the layout
-  fsdp_unit_options settings = {};  // without what points somewhere
+  std::vector<int64_t> block_numels;  // likewise; per use, or empty
+  fsdp_unit_options settings = {};    // without what points somewhere
   fsdp_param_table *table = nullptr;
   fsdp_flat_layout *layout = nullptr;
   std::vector<int64_t> param_of_use;

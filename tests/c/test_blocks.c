@@ -305,6 +305,55 @@ TEST(test_negative_blocks_are_refused) {
   CHECK(layout == NULL);
 }
 
+/* What a checkpoint says of a layout makes the same again. */
+static fsdp_status create_placed(const int64_t *offsets,
+                                 const int64_t *shard_numels,
+                                 int64_t num_segments, fsdp_error *error) {
+  const fsdp_param_spec uses[] = {
+      {1, 2, f32, true}, {2, 4, f32, true}, {3, 3, f32, false}};
+  fsdp_param_table *table = NULL;
+  fsdp_flat_layout *layout = NULL;
+  CHECK_OK(fsdp_param_table_create(uses, 3, &table, NULL));
+  const fsdp_status status = fsdp_flat_layout_create_placed(
+      table, offsets, shard_numels, num_segments, 2, &layout, error);
+  CHECK((layout != NULL) == (status == FSDP_OK));
+  if (layout != NULL) {
+    CHECK_I64(fsdp_flat_layout_segment_params(layout, 0)[0], 1);
+    CHECK_I64(fsdp_flat_layout_slot(layout, 0)->offset, 5);
+    CHECK_I64(fsdp_flat_layout_segment(layout, 0)->padding_numel, 2);
+    CHECK_I64(fsdp_flat_layout_segment(layout, 1)->shard_numel, 3);
+  }
+  fsdp_flat_layout_destroy(layout);
+  fsdp_param_table_destroy(table);
+  return status;
+}
+
+TEST(test_a_placed_layout_is_checked) {
+  const int64_t offsets[][3] = {{5, 0, 1}, {3, 0, 1}, {7, 0, 1}, {5, -1, 1}};
+  const int64_t shard_numels[] = {4, 3};
+  const int64_t too_large[] = {INT64_MAX, 3};
+  fsdp_error error;
+  CHECK_OK(create_placed(offsets[0], shard_numels, 2, &error));
+  CHECK_FAILS(create_placed(offsets[1], shard_numels, 2, &error),
+              FSDP_INVALID_ARGUMENT, error.message,
+              "parameter 0 of 2 elements cannot lie at offset 3 of 2 shards "
+              "of 4");
+  CHECK_FAILS(create_placed(offsets[2], shard_numels, 2, &error),
+              FSDP_INVALID_ARGUMENT, error.message,
+              "parameter 0 of 2 elements cannot lie at offset 7 of 2 shards "
+              "of 4");
+  CHECK_FAILS(create_placed(offsets[3], shard_numels, 2, &error),
+              FSDP_INVALID_ARGUMENT, error.message,
+              "parameter 1 of 4 elements cannot lie at offset -1 of 2 shards "
+              "of 4");
+  CHECK_FAILS(create_placed(offsets[0], too_large, 2, &error),
+              FSDP_INVALID_ARGUMENT, error.message,
+              "..of 2 shards of 9223372036854775807");
+  CHECK_FAILS(create_placed(offsets[0], shard_numels, 1, &error),
+              FSDP_INVALID_ARGUMENT, error.message,
+              "the parameters have 2 segments, got 1");
+}
+
 static fsdp_status create_and_destroy(void *context, fsdp_error *error) {
   const int64_t block_numels[] = {0, 5, 0, 0, 5};
   fsdp_flat_layout *layout = NULL;

@@ -12,6 +12,15 @@
 #include "base/arith.h"
 #include "layout/blocks.h"
 
+/* How a layout is made; all NULL: one parameter after the other. */
+typedef struct layout_rule {
+  const int64_t *row_numels;   /* per param: by rows */
+  const int64_t *block_numels; /* per param: in whole blocks */
+  const int64_t *offsets;      /* per param: placed already */
+  const int64_t *shard_numels; /* likewise, per segment */
+  int64_t num_segments;        /* of them */
+} layout_rule;
+
 typedef struct placed_segment {
   fsdp_segment info;
   int64_t param_align;  /* elements: a parameter starts at a multiple */
@@ -208,24 +217,68 @@ static fsdp_status sort_params(fsdp_flat_layout *self, int64_t segment,
   return FSDP_OK;
 }
 
-/* block_numels NULL: there are no blocks. Segments without any stay as they
- * are. */
-static fsdp_status cut_segments(fsdp_flat_layout *self,
-                                const int64_t *block_numels,
+/* Takes over where the params of a segment lie. */
+static fsdp_status take_offsets(fsdp_flat_layout *self, int64_t segment,
+                                const layout_rule *rule, int64_t *shard_numel,
+                                fsdp_error *error) {
+  const placed_segment *target = &self->segments[segment];
+  const int64_t *params = self->segment_params + target->params_begin;
+  const int64_t numel = rule->shard_numels[segment];
+  int64_t padded_numel;
+  int64_t end = 0;
+  fsdp_status status = FSDP_OK;
+
+  for (int64_t i = 0; i < target->info.num_params; i++) {
+    self->slots[params[i]].offset = rule->offsets[params[i]];
+  }
+  FSDP_TRY(sort_params(self, segment, error));
+  if (!fsdp_mul_i64(numel, self->world_size, &padded_numel)) padded_numel = -1;
+  for (int64_t i = 0; i < target->info.num_params; i++) {
+    const fsdp_param_slot *slot = &self->slots[params[i]];
+    if (slot->offset < end || slot->offset > padded_numel ||
+        slot->numel > padded_numel - slot->offset) {
+      return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
+                       "parameter %" PRId64 " of %" PRId64
+                       " elements cannot lie at offset %" PRId64 " of %" PRId64
+                       " shards of %" PRId64,
+                       params[i], slot->numel, slot->offset, self->world_size,
+                       numel);
+    }
+    end = slot->offset + slot->numel;
+  }
+  *shard_numel = numel;
+done:
+  return status;
+}
+
+static bool has_blocks(const fsdp_flat_layout *self, int64_t segment,
+                       const int64_t *block_numels) {
+  const placed_segment *target = &self->segments[segment];
+  const int64_t *params = self->segment_params + target->params_begin;
+  for (int64_t i = 0; i < target->info.num_params; i++) {
+    if (block_numels[params[i]] > 0) return true;
+  }
+  return false;
+}
+
+/* Segments without any blocks stay as they are. */
+static fsdp_status cut_segments(fsdp_flat_layout *self, const layout_rule *rule,
                                 fsdp_error *error) {
   fsdp_status status = FSDP_OK;
+  if (rule->offsets != NULL && rule->num_segments != self->num_segments) {
+    return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
+                     "the parameters have %" PRId64 " segments, got %" PRId64,
+                     self->num_segments, rule->num_segments);
+  }
   for (int64_t i = 0; i < self->num_segments; i++) {
     placed_segment *target = &self->segments[i];
-    const int64_t *params = self->segment_params + target->params_begin;
     int64_t per_rank =
         target->end / self->world_size + (target->end % self->world_size != 0);
-    bool has_blocks = false;
-    for (int64_t j = 0; block_numels != NULL && j < target->info.num_params;
-         j++) {
-      has_blocks = has_blocks || block_numels[params[j]] > 0;
-    }
-    if (has_blocks) {
-      FSDP_TRY(place_blocks(self, i, block_numels, &per_rank, error));
+    if (rule->offsets != NULL) {
+      FSDP_TRY(take_offsets(self, i, rule, &per_rank, error));
+    } else if (rule->block_numels != NULL &&
+               has_blocks(self, i, rule->block_numels)) {
+      FSDP_TRY(place_blocks(self, i, rule->block_numels, &per_rank, error));
       FSDP_TRY(sort_params(self, i, error));
     }
     FSDP_TRY(cut_segment(target, i, per_rank, self->world_size, error));
@@ -250,11 +303,9 @@ static void group_params(fsdp_flat_layout *self) {
   }
 }
 
-/* row_numels NULL: not by rows; block_numels NULL: without blocks. */
 static fsdp_status create_layout(const fsdp_param_table *table,
-                                 const int64_t *row_numels,
-                                 const int64_t *block_numels,
-                                 int64_t world_size, fsdp_alignment alignment,
+                                 layout_rule rule, int64_t world_size,
+                                 fsdp_alignment alignment,
                                  fsdp_flat_layout **layout, fsdp_error *error) {
   const int64_t num_params = fsdp_param_table_num_params(table);
   fsdp_flat_layout *self = NULL;
@@ -278,9 +329,9 @@ static fsdp_status create_layout(const fsdp_param_table *table,
       fsdp_calloc((size_t)num_params, sizeof *self->segment_params);
   if (self->segment_params == NULL) goto no_memory;
 
-  FSDP_TRY(place_params(self, table, row_numels, error));
+  FSDP_TRY(place_params(self, table, rule.row_numels, error));
   group_params(self);
-  FSDP_TRY(cut_segments(self, block_numels, error));
+  FSDP_TRY(cut_segments(self, &rule, error));
 
   *layout = self;
   self = NULL;
@@ -301,7 +352,8 @@ fsdp_status fsdp_flat_layout_create(const fsdp_param_table *table,
                                     fsdp_alignment alignment,
                                     fsdp_flat_layout **layout,
                                     fsdp_error *error) {
-  return create_layout(table, NULL, NULL, world_size, alignment, layout, error);
+  return create_layout(table, (layout_rule){0}, world_size, alignment, layout,
+                       error);
 }
 
 fsdp_status fsdp_flat_layout_create_in_blocks(const fsdp_param_table *table,
@@ -317,8 +369,8 @@ fsdp_status fsdp_flat_layout_create_in_blocks(const fsdp_param_table *table,
                      " elements, need >= 0",
                      i, block_numels[i]);
   }
-  return create_layout(table, NULL, block_numels, world_size, alignment, layout,
-                       error);
+  const layout_rule rule = {.block_numels = block_numels};
+  return create_layout(table, rule, world_size, alignment, layout, error);
 }
 
 fsdp_status fsdp_flat_layout_create_by_rows(const fsdp_param_table *table,
@@ -335,8 +387,19 @@ fsdp_status fsdp_flat_layout_create_by_rows(const fsdp_param_table *table,
                      " elements cannot have rows of %" PRId64,
                      i, numel, row_numels[i]);
   }
-  return create_layout(table, row_numels, NULL, world_size, alignment, layout,
-                       error);
+  const layout_rule rule = {.row_numels = row_numels};
+  return create_layout(table, rule, world_size, alignment, layout, error);
+}
+
+fsdp_status fsdp_flat_layout_create_placed(
+    const fsdp_param_table *table, const int64_t *offsets,
+    const int64_t *shard_numels, int64_t num_segments, int64_t world_size,
+    fsdp_flat_layout **layout, fsdp_error *error) {
+  const fsdp_alignment alignment = {.itemsize = 1}; /* nothing is aligned */
+  const layout_rule rule = {.offsets = offsets,
+                            .shard_numels = shard_numels,
+                            .num_segments = num_segments};
+  return create_layout(table, rule, world_size, alignment, layout, error);
 }
 
 void fsdp_flat_layout_destroy(fsdp_flat_layout *layout) {

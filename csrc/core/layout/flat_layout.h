@@ -107,6 +107,19 @@ FSDP_NODISCARD fsdp_status fsdp_flat_layout_create_in_blocks(
     int64_t world_size, fsdp_alignment alignment, fsdp_flat_layout **layout,
     fsdp_error *error);
 
+/*
+ * A layout that was made once, by whatever rule: of a checkpoint. offsets: per
+ * parameter of the table, in its segment. shard_numels: per segment. Otherwise
+ * as fsdp_flat_layout_create; no alignment.
+ *
+ * FSDP_INVALID_ARGUMENT  also: another number of segments, or parameters that
+ *                        overlap or do not lie in the shards.
+ */
+FSDP_NODISCARD fsdp_status fsdp_flat_layout_create_placed(
+    const fsdp_param_table *table, const int64_t *offsets,
+    const int64_t *shard_numels, int64_t num_segments, int64_t world_size,
+    fsdp_flat_layout **layout, fsdp_error *error);
+
 /* Accepts NULL. Cannot fail. */
 void fsdp_flat_layout_destroy(fsdp_flat_layout *layout);
 
