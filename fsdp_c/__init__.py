@@ -55,6 +55,7 @@ from fsdp_c._fully_shard.api import (
 from fsdp_c._fully_shard.captured_step import CapturedStep, capture_step
 from fsdp_c._fully_shard.module import FSDPModule, UnshardHandle
 from fsdp_c._module.sharded_module import FullyShardedDataParallel
+from fsdp_c._units.keep_whole import keep_whole
 from fsdp_c._units.originals import FlatParameter
 from fsdp_c._whole.optimizer import WholeParameterOptimizer, whole_parameter_optimizer
 from fsdp_c.integrations import install, uninstall
@@ -127,6 +128,7 @@ __all__ = [
     "explain",
     "fully_shard",
     "install",
+    "keep_whole",
     "memory_stats",
     "offload_activations",
     "optimizer_in_backward",

@@ -10,6 +10,7 @@ from fsdp_c import _native
 from fsdp_c._engines.engine import ensure_engine
 from fsdp_c._engines.summon import summoned
 from fsdp_c._units.base import ShardedModule, sharded_modules
+from fsdp_c._units.keep_whole import block_numels, kept_of
 from fsdp_c._units.uses import is_taken
 
 
@@ -83,12 +84,16 @@ def _convert_unit(module: ShardedModule, fn: Callable[[Tensor], Tensor]) -> None
     device = devices.pop()
     config, name = module._sharded.config, module._sharded.name
     is_parallel = bool(module._sharded.originals.parallel)
+    kept = [kept_of(use.module, use.name) for use in module._sharded.uses]
+    blocks = block_numels(kept, config.groups.num_shards)
     module.release_engine()
 
     def make_unit() -> _native.Unit:
         for param, result in converted.items():
             param.data = result
-        return config.make_unit(name, params, device, is_parallel=is_parallel)
+        return config.make_unit(
+            name, params, device, is_parallel=is_parallel, block_numels=blocks
+        )
 
     module.replace_unit(make_unit)
     module.compute_device = device

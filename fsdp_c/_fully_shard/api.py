@@ -23,6 +23,7 @@ from fsdp_c._fully_shard.torch_state_dicts import correct_state_dicts
 from fsdp_c._torch_compat import interpreted, note_fully_sharded
 from fsdp_c._units.base import ShardedModule
 from fsdp_c._units.cuts import Cut, local_of
+from fsdp_c._units.keep_whole import Kept, kept_of
 from fsdp_c._units.params import check_param
 from fsdp_c._units.uses import mark_sharded, sharding_unit
 
@@ -203,7 +204,9 @@ def _make_groups(
         dim, info = arguments.choose(fqn, param)
         making = _making_for(makings, arguments, fqn, info)
         data = making.arguments.data
-        making.params[param] = data.cut(fqn, param, dim)
+        cut = data.cut(fqn, param, dim)
+        _check_kept(kept_of(*uses[0][:2]), fqn, cut, data.num_shards)
+        making.params[param] = cut
     storage = torch.device("cpu") if arguments.offloads else arguments.device
     for making in makings.values():
         data = making.arguments.data
@@ -259,6 +262,23 @@ def _making_for(
             f"object, but shard_placement_fn returned another one for parameter {fqn!r}"
         )
     return makings[key]
+
+
+def _check_kept(kept: Kept | None, fqn: str, cut: Cut, num_shards: int) -> None:
+    """Refuse what keep_whole() asks for and rows cannot give."""
+    if kept is None or num_shards == 1:
+        return
+    shape = cut.shape
+    row_numel = shape[1:].numel()
+    has_whole_rows = cut.dim == 0 and cut.parallel is None
+    if has_whole_rows and (shape[0] == 1 or row_numel % kept.numel == 0):
+        return
+    raise ValueError(
+        f"parameter {fqn!r} of shape {tuple(shape)} is to be kept whole in blocks of "
+        f"{kept.numel:,} elements, and fully_shard() cuts it between rows of "
+        f"{row_numel:,}, or along another dimension: leave it out of keep_whole(); "
+        "whole_parameter_optimizer() steps it whole"
+    )
 
 
 def _check_param(fqn: str, param: nn.Parameter) -> None:

@@ -1,6 +1,6 @@
 """Builds the unit of a module: its parameters on their device, then sharded."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,8 @@ from fsdp_c import _native
 from fsdp_c._units.base import Ignored, ShardedUnit
 from fsdp_c._units.buffers import UnitBuffers
 from fsdp_c._units.config import Config
-from fsdp_c._units.cuts import local_of
+from fsdp_c._units.cuts import Cut, local_of
+from fsdp_c._units.keep_whole import block_numels, check_padding, kept_of
 from fsdp_c._units.materialize import materialize
 from fsdp_c._units.originals import Originals
 from fsdp_c._units.parallel import ParallelParams, localize
@@ -55,8 +56,50 @@ def build_unit(
         broadcast_from_first(tensors, config.groups.process_group)
         if config.groups.inter_node_group is not None:
             broadcast_from_first(tensors, config.groups.inter_node_group)
-    unit = config.make_unit(name, params, device, is_parallel=bool(cuts))
+    unit = config.make_unit(
+        name,
+        params,
+        device,
+        is_parallel=bool(cuts),
+        block_numels=_blocks(name, uses, config, device, cuts),
+    )
     return take_unit(module, unit, config, ignored, uses, parallel)
+
+
+def _blocks(
+    name: str,
+    uses: Sequence[ParamUse],
+    config: Config,
+    device: torch.device,
+    cuts: Mapping[nn.Parameter, Cut],
+) -> list[int] | None:
+    """Return the blocks that the unit is to keep whole; see keep_whole()."""
+    firsts = {use.slot: use for use in reversed(uses)}
+    kept = {slot: kept_of(use.module, use.name) for slot, use in firsts.items()}
+    num_shards = config.groups.num_shards
+    blocks = block_numels([kept[use.slot] for use in uses], num_shards)
+    if blocks is None:
+        return None
+    for slot, use in firsts.items():
+        if kept[slot] is not None and use.param in cuts:
+            raise ValueError(
+                f"unit {name!r}: parameter {use.fqn!r} is a tensor parallel DTensor, "
+                "of which no rank has the whole: leave it out of keep_whole()"
+            )
+    in_order = [firsts[slot] for slot in sorted(firsts)]
+    layout = config.make_layout(
+        [(u.param.numel(), u.param.dtype, u.param.requires_grad) for u in in_order],
+        num_shards,
+        is_cpu=device.type == "cpu",
+        block_numels=block_numels([kept[use.slot] for use in in_order], num_shards),
+    )
+    try:
+        check_padding(
+            [(u.fqn, u.param.numel(), kept[u.slot]) for u in in_order], layout
+        )
+    except ValueError as error:
+        raise ValueError(f"unit {name!r}: {error}") from error
+    return blocks
 
 
 def take_unit(

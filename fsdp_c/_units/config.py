@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -89,8 +89,12 @@ class Config:
         device: torch.device,
         *,
         is_parallel: bool,
+        block_numels: list[int] | None,
     ) -> _native.Unit:
-        """Return a unit of ``params``; ``is_parallel``: some stand for DTensors."""
+        """Return a unit of ``params``; ``is_parallel``: some stand for DTensors.
+
+        ``block_numels``: see :func:`fsdp_c._units.keep_whole.block_numels`.
+        """
         precision = self.mixed_precision
         reshards = not self.keeps_params
         shard_group = self.groups.shard_group
@@ -117,6 +121,33 @@ class Config:
             cast_root_forward_inputs=precision.cast_root_forward_inputs,
             keep_low_precision_grads=precision.keep_low_precision_grads,
             offloads=self.cpu_offload.offload_params,
+            block_numels=block_numels,
+        )
+
+    def make_layout(
+        self,
+        params: Sequence[tuple[int, torch.dtype, bool]],
+        num_shards: int,
+        *,
+        is_cpu: bool,
+        row_numels: Sequence[int] | None = None,
+        block_numels: Sequence[int] | None = None,
+    ) -> _native.Layout:
+        """Return the layout that a unit of ``params`` will have; see Layout."""
+        param_dtype = self.mixed_precision.param_dtype
+        itemsize, aligns_params, aligns_shards = _native.choose_alignment(
+            0 if param_dtype is None else param_dtype.itemsize,
+            use_orig_params=self.use_orig_params,
+            is_cpu=is_cpu,
+        )
+        return _native.Layout(
+            params,
+            num_shards,
+            itemsize=itemsize,
+            align_params=aligns_params,
+            align_shards=aligns_shards,
+            row_numels=row_numels,
+            block_numels=block_numels,
         )
 
 

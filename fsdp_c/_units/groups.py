@@ -38,6 +38,11 @@ class Groups(NamedTuple):
         return 0 if self.shard_group is None else self.shard_group.rank()
 
     @property
+    def num_shards(self) -> int:
+        """Ranks of the sharding group; 1 where nothing is sharded."""
+        return 1 if self.shard_group is None else self.shard_group.size()
+
+    @property
     def is_in_first_replica(self) -> bool:
         """Whether this rank is in the replica that contains the first rank."""
         return self.inter_node_group is None or self.inter_node_group.rank() == 0

@@ -6,7 +6,13 @@ from typing import NamedTuple
 
 from fsdp_c import _native
 from fsdp_c.checkpoint._dtypes import dtype_named
-from fsdp_c.checkpoint._manifest import Manifest, ParamSpec, UnitSpec, WholeSpec
+from fsdp_c.checkpoint._manifest import (
+    Manifest,
+    ParamSpec,
+    SegmentSpec,
+    UnitSpec,
+    WholeSpec,
+)
 
 
 class Held(NamedTuple):
@@ -87,9 +93,13 @@ def make_layout(
     world_size: int,
     alignment: tuple[int, bool, bool],
     *,
-    by_rows: bool,
+    by_rows: bool = False,
+    placed: Sequence[SegmentSpec] | None = None,
 ) -> _native.Layout:
-    """Return the layout of a unit of ``params`` over ``world_size`` ranks."""
+    """Return the layout of a unit of ``params`` over ``world_size`` ranks.
+
+    ``placed``: the segments, in which ``params`` say themselves where they lie.
+    """
     itemsize, align_params, align_shards = alignment
     return _native.Layout(
         [
@@ -101,6 +111,8 @@ def make_layout(
         align_params=align_params,
         align_shards=align_shards,
         row_numels=[math.prod(p.shape[1:]) for p in params] if by_rows else None,
+        offsets=None if placed is None else [param.offset for param in params],
+        shard_numels=[segment.shard_numel for segment in placed or ()],
     )
 
 
@@ -112,9 +124,13 @@ def checked_layout(unit: UnitSpec) -> _native.Layout:
     """
     try:
         layout = make_layout(
-            unit.params, len(unit.ranks), unit.alignment, by_rows=unit.by_rows
+            unit.params,
+            len(unit.ranks),
+            unit.alignment,
+            by_rows=unit.by_rows,
+            placed=unit.segments if unit.is_placed else None,
         )
-    except OverflowError as error:
+    except (OverflowError, ValueError) as error:
         raise ValueError(f"unit {unit.name!r:.200}: {error}") from None
     slots = [(param.segment, param.offset, param.numel) for param in unit.params]
     segments = [

@@ -19,6 +19,14 @@ FORMAT = "fsdp_c.checkpoint"
 VERSION = 1
 # Some units are by rows; each says whether it is.
 VERSION_WITH_ROWS = 2
+# Some are placed; each says this, too.
+VERSION_WITH_PLACED = 3
+# By version: what each unit says.
+_FLAGS: dict[int, tuple[str, ...]] = {
+    VERSION: (),
+    VERSION_WITH_ROWS: ("by_rows",),
+    VERSION_WITH_PLACED: ("by_rows", "is_placed"),
+}
 MAX_RANKS = 1 << 20
 
 _T = TypeVar("_T")
@@ -73,6 +81,8 @@ class UnitSpec:
         params: Its parameters, in the unit's order.
         by_rows: Whether each parameter is a segment, of which a rank holds the rows
             that torch.chunk gives it.
+        is_placed: Whether its parameters lie in an order of their own, as they say:
+            blocks were kept whole.
     """
 
     name: str
@@ -81,6 +91,7 @@ class UnitSpec:
     segments: tuple[SegmentSpec, ...]
     params: tuple[ParamSpec, ...]
     by_rows: bool = False
+    is_placed: bool = False
 
 
 @dataclass(frozen=True)
@@ -161,7 +172,13 @@ class Manifest:
 
     def dump(self) -> bytes:
         """Return the manifest as a document."""
-        has_rows = any(unit.by_rows for unit in self.units)
+        needed = {
+            flag
+            for unit in self.units
+            for flag in _FLAGS[VERSION_WITH_PLACED]
+            if getattr(unit, flag)
+        }
+        version = min(v for v, flags in _FLAGS.items() if needed <= set(flags))
         groups: dict[tuple[int, ...], int] = {}
         for unit in self.units:
             groups.setdefault(unit.ranks, len(groups))
@@ -183,7 +200,7 @@ class Manifest:
         return _documents.dump(
             {
                 "format": FORMAT,
-                "version": VERSION_WITH_ROWS if has_rows else VERSION,
+                "version": version,
                 "save_id": self.save_id,
                 "versions": self.versions,
                 "world_size": self.world_size,
@@ -196,7 +213,7 @@ class Manifest:
                         "alignment": list(unit.alignment),
                         "segments": [asdict(segment) for segment in unit.segments],
                         "params": [asdict(param) for param in unit.params],
-                        **({"by_rows": unit.by_rows} if has_rows else {}),
+                        **{flag: getattr(unit, flag) for flag in _FLAGS[version]},
                     }
                     for unit in self.units
                 ],
@@ -221,12 +238,11 @@ def parse_manifest(data: bytes) -> Manifest:
     if top.string("format") != FORMAT:
         raise ValueError("it is not a manifest of fsdp_c.checkpoint")
     version = top.integer("version")
-    if version not in (VERSION, VERSION_WITH_ROWS):
+    if version not in _FLAGS:
         raise ValueError(
-            f"its format has version {version}; this fsdp_c reads {VERSION} and "
-            f"{VERSION_WITH_ROWS}"
+            f"its format has version {version}; this fsdp_c reads {VERSION} to "
+            f"{VERSION_WITH_PLACED}"
         )
-    has_rows = version == VERSION_WITH_ROWS
     world_size = top.integer("world_size", 1, MAX_RANKS)
 
     def ranks(value: Any, where: str) -> tuple[int, ...]:
@@ -243,7 +259,9 @@ def parse_manifest(data: bytes) -> Manifest:
         save_id=_save_id(top.string("save_id")),
         world_size=world_size,
         units=tuple(
-            top.items("units", lambda v, where: _unit(v, where, groups, has_rows))
+            top.items(
+                "units", lambda v, where: _unit(v, where, groups, _FLAGS[version])
+            )
         ),
         wholes=tuple(top.items("wholes", partial(_record, WholeSpec))),
         modules=top.members("modules", lambda v, _: v),
@@ -290,7 +308,7 @@ def _record(cls: type[_T], value: Any, where: str) -> _T:
 
 
 def _unit(
-    value: Any, where: str, groups: list[tuple[int, ...]], has_rows: bool
+    value: Any, where: str, groups: list[tuple[int, ...]], flags: tuple[str, ...]
 ) -> UnitSpec:
     members = Fields(value, where)
     alignment = members.any("alignment")
@@ -306,7 +324,7 @@ def _unit(
         alignment=(alignment[0], alignment[1], alignment[2]),
         segments=tuple(members.items("segments", partial(_record, SegmentSpec))),
         params=tuple(members.items("params", partial(_record, ParamSpec))),
-        by_rows=has_rows and members.boolean("by_rows"),
+        **{flag: members.boolean(flag) for flag in flags},
     )
     members.end()
     for param in unit.params:

@@ -142,6 +142,7 @@ def _new_unit(unit: UnitSpec, world_size: int) -> UnitSpec:
             replace(param, segment=slot[0], offset=slot[1])
             for param, slot in zip(unit.params, layout.slots, strict=True)
         ),
+        is_placed=False,  # a checkpoint needs no whole blocks
     )
 
 

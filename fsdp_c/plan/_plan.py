@@ -10,6 +10,7 @@ import torch
 
 from fsdp_c import _native
 from fsdp_c._units.config import _PREFETCHES, RESHARDING
+from fsdp_c._units.keep_whole import block_numels, check_padding
 from fsdp_c.plan._errors import PlanError
 from fsdp_c.plan._explain import _chosen
 from fsdp_c.plan._trace import ForwardTrace
@@ -330,24 +331,22 @@ def _offloads(unit: PlannedUnit, settings: Settings) -> bool:
 def _layout(
     unit: PlannedUnit, settings: Settings, world_size: int, mesh: tuple[int, int] | None
 ) -> _native.Layout:
-    param_dtype = unit.config.mixed_precision.param_dtype
-    itemsize, aligns_params, aligns_shards = _native.choose_alignment(
-        0 if param_dtype is None else param_dtype.itemsize,
-        use_orig_params=unit.config.use_orig_params,
-        is_cpu=settings.on_cpu,
-    )
     shard_ranks, _ = groups_of(unit.config, world_size, mesh)
+    kept = [p.kept for p in unit.params]
+    blocks = None if settings.by_rows else block_numels(kept, shard_ranks)
     try:
-        return _native.Layout(
+        layout = unit.config.make_layout(
             [(p.numel, p.dtype, p.requires_grad) for p in unit.params],
             shard_ranks,
-            itemsize=itemsize,
-            align_params=aligns_params,
-            align_shards=aligns_shards,
+            is_cpu=settings.on_cpu,
             row_numels=[p.row_numel for p in unit.params] if settings.by_rows else None,
+            block_numels=blocks,
         )
+        if blocks is not None:
+            check_padding([(p.name, p.numel, p.kept) for p in unit.params], layout)
     except (ValueError, OverflowError, RuntimeError) as error:
         raise PlanError(f"unit {unit.name or unit.kind!r}: {error}") from error
+    return layout
 
 
 def _dtypes(

@@ -14,9 +14,10 @@ from fsdp_c._units.base import ShardedModule, ShardedUnit
 from fsdp_c._units.config import DEFAULTS, Config, make_config
 from fsdp_c._units.groups import HYBRID
 from fsdp_c._units.ignored import find_ignored
+from fsdp_c._units.keep_whole import Kept, kept_of
 from fsdp_c._units.names import WRAPPED_MODULE, clean_name
 from fsdp_c._units.params import collect_uses
-from fsdp_c._units.uses import mark_sharded
+from fsdp_c._units.uses import ParamUse, mark_sharded
 from fsdp_c._units.wrap import auto_wrap
 
 
@@ -40,6 +41,7 @@ class ParamInfo:
     shape: torch.Size
     dtype: torch.dtype
     requires_grad: bool
+    kept: Kept | None  # by keep_whole()
 
     @property
     def numel(self) -> int:
@@ -86,9 +88,9 @@ class _PlannedModule(ShardedModule):
         auto_wrap(module, config, arguments, ignored, _PlannedModule)
         uses = collect_uses(module, ignored_params=ignored.params, left_out=left_out)
         self._sharded = ShardedUnit(_NONE, config, _NONE, ignored, _NONE)
-        self.params: dict[nn.Parameter, str] = {}  # in the order of first uses
+        self.params: dict[nn.Parameter, ParamUse] = {}  # first uses, in their order
         for use in uses:
-            self.params.setdefault(use.param, use.fqn)
+            self.params.setdefault(use.param, use)
             mark_sharded(use.param, type(module).__name__)
         self.register_module(WRAPPED_MODULE, module)
 
@@ -120,8 +122,14 @@ def find_units(model: nn.Module, arguments: Mapping[str, Any]) -> list[PlannedUn
             name = clean_name(f"{path}.")[:-1]
             prefix = f"{name}." if name else ""
             params = tuple(
-                ParamInfo(prefix + fqn, param.shape, param.dtype, param.requires_grad)
-                for param, fqn in module.params.items()
+                ParamInfo(
+                    prefix + use.fqn,
+                    param.shape,
+                    param.dtype,
+                    param.requires_grad,
+                    kept_of(use.module, use.name),
+                )
+                for param, use in module.params.items()
             )
             kind = type(module.wrapped).__name__
             units.append(PlannedUnit(name, kind, module._sharded.config, params))

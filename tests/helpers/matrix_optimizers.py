@@ -74,6 +74,43 @@ def muon(params: Any) -> Optimizer:
     return torch.optim.Muon(params, lr=0.05, weight_decay=0.1)
 
 
+class BlockwiseAdam(Optimizer):
+    """Adam with 8-bit state: a scale for each block of elements, as bitsandbytes'."""
+
+    def __init__(self, params: Any, lr: float = 0.01, block_numel: int = 256) -> None:
+        super().__init__(params, {"lr": lr, "block_numel": block_numel})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Step each tensor, of any shape."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None or param.numel() == 0:
+                    continue
+                state, block_numel = self.state[param], group["block_numel"]
+                grad = param.grad.reshape(-1)
+                moments = {"first": grad, "second": grad.square()}
+                for name, value in moments.items():
+                    if name in state:
+                        old = _dequantized(*state[name], block_numel)
+                        moments[name] = torch.lerp(old, value, 0.1)
+                    state[name] = _quantized(moments[name], block_numel)
+                change = moments["first"] / (moments["second"].sqrt() + 1e-4)
+                param.sub_(group["lr"] * change.view_as(param))
+
+
+def _quantized(values: Tensor, block_numel: int) -> tuple[Tensor, Tensor]:
+    blocks = values.split(block_numel)
+    scales = torch.stack([block.abs().max().clamp_min(1e-30) for block in blocks])
+    codes = [(b / s * 127).round() for b, s in zip(blocks, scales, strict=True)]
+    return torch.cat(codes).to(torch.int8), scales
+
+
+def _dequantized(codes: Tensor, scales: Tensor, block_numel: int) -> Tensor:
+    blocks = codes.float().split(block_numel)
+    return torch.cat([b / 127 * s for b, s in zip(blocks, scales, strict=True)])
+
+
 ANY_SHAPE: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": sgd,
     "adafactor": adafactor,

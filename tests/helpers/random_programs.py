@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fsdp_c import keep_whole
 from helpers.impl import BackwardPrefetch, CPUOffload, MixedPrecision, fsdp
 
 # torch's FSDP1 has no norm of fp64 gradients.
@@ -146,6 +147,8 @@ class Program:
     input_requires_grad: bool
     offloads: bool
     optimizer: str
+    kept: int
+    """Seed of what keep_whole() keeps; 0: nothing."""
     steps: tuple[Step, ...] = field(default=())
 
     @property
@@ -169,6 +172,26 @@ class Program:
         facts = {k: v for k, v in vars(self).items() if k not in ("root", "steps")}
         steps = "\n".join(f"  {step}" for step in self.steps)
         return f"{facts}\n{self.root.show()}\nsteps:\n{steps}"
+
+
+def draw_kept(seed: int) -> int:
+    """Return a seed for keep_whole() or 0, without changing what else is drawn."""
+    if "keep_whole" in left_out():
+        return 0
+    return random.Random(f"kept {seed}").choice([0, seed + 1])
+
+
+def keep_some(module: nn.Module, seed: int) -> None:
+    """Keep parameters, rows and blocks of 3 elements whole; the first parameter is."""
+    rng = random.Random(seed)
+    names: list[str] = []
+
+    def choose(name: str, shape: torch.Size) -> int:
+        names.append(name)
+        kinds = [0, shape.numel(), shape[1:].numel(), 3]
+        return shape.numel() if len(names) == 1 else rng.choice(kinds)
+
+    keep_whole(module, choose, max_padding=1e9)
 
 
 class _Drawer:
@@ -278,6 +301,7 @@ class _Drawer:
             input_requires_grad=self.chance(0.4),
             offloads=self.chance(0.2, "offload"),
             optimizer=self.rng.choice(optimizers),
+            kept=0 if num_tp is not None else draw_kept(self.seed),
             steps=tuple(
                 self.step(use_orig_params) for _ in range(self.rng.randint(2, 4))
             ),
@@ -434,6 +458,8 @@ def wrap(
                 node.children_[index] = make(child, child.spec.strategy)
 
     assert isinstance(module, Net)
+    if program.kept:
+        keep_some(module, program.kept)
     visit(module.body)
     return make(module, None)
 

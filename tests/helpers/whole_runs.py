@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_c import fully_shard, whole_parameter_optimizer
+from fsdp_c import fully_shard, keep_whole, whole_parameter_optimizer
 from helpers.distributed import TEST_DEVICE
 from helpers.impl import FSDP, fsdp
 from helpers.reference import clean_name
@@ -93,13 +93,17 @@ class Run:
         *,
         rest: Make | None = None,
         build: Callable[[], nn.Module] = build,
+        keep: Callable[[str, torch.Size], int] | None = None,
         **options: Any,
     ) -> None:
         # The gradients of flat parameters cannot be seen whole: all ranks have the
         # same data, so that the unsharded model has the same gradients of its own.
         self.has_same_data = api == "flat"
         self.plain = build()
-        self.model = shard(api, build(), **options)
+        model = build()
+        if keep is not None:
+            keep_whole(model, keep, max_padding=9.0)
+        self.model = shard(api, model, **options)
         self.optimizer = whole_parameter_optimizer(self.model, make, params, rest=rest)
         named = dict(self.plain.named_parameters())
         self.names = list(named)

@@ -3,7 +3,8 @@
 One entry per segment of a unit, under the name of its flat parameter: a 1-D
 ShardedTensor of the segment without the padding at its end. It can be loaded only
 where the unit is sharded in the same way: same parameters, number of ranks and
-use_orig_params.
+use_orig_params. Elements have no names, so a unit whose order keep_whole() changed is
+refused.
 
 With use_orig_params programs save this rank's slices of the original parameters, and
 copy them back into what ``state_dict()`` returns. So these stand there too, live.
@@ -19,6 +20,7 @@ from fsdp_c._state.parts import ParamPart, unit_parts
 from fsdp_c._state.sharded_tensors import local_part, sharded_shape, sharded_tensor_of
 from fsdp_c._torch_compat import ShardedTensor
 from fsdp_c._units.base import ShardedModule
+from fsdp_c._units.keep_whole import keeps_blocks
 from fsdp_c._units.names import flat_param_name
 
 
@@ -33,6 +35,12 @@ class _Segment(NamedTuple):
 def _segments_of(module: ShardedModule) -> Iterator[_Segment]:
     unit = module._sharded.unit
     slots = unit.slots
+    if keeps_blocks(module._sharded.uses, module._sharded.groups.num_shards):
+        raise ValueError(
+            f"unit {unit.name!r} keeps blocks whole, so its shards are in another "
+            "order, which a LOCAL state dict does not tell: use SHARDED_STATE_DICT or "
+            "FULL_STATE_DICT"
+        )
     parts = unit_parts(module, as_shown=True)
     for index, (dtype, _, _, _, shard_numel, _) in enumerate(unit.segments):
         own = [part for part in parts if slots[part.index][0] == index]
