@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_c import checkpoint, explain, fully_shard, keep_whole
 from fsdp_c._whole import owned
+from fsdp_c.checkpoint._holders import checked_layout
+from fsdp_c.checkpoint._manifest import MANIFEST, parse_manifest
+from fsdp_c.plan import ModelSource, PlanError, plan_model
 from helpers.distributed import TEST_DEVICE, distributed
 from helpers.groups import hybrid_groups
 from helpers.impl import FSDP, CPUOffload, MixedPrecision, ShardingStrategy, fsdp
@@ -248,6 +252,27 @@ def test_checkpoints_fit_any_layout(
         del other, its_optim
 
 
+@distributed(world_size=2)
+def test_a_checkpoint_is_checked_and_resharded(rank: int, tmp_path: Path) -> None:
+    """Where parameters lie is in the manifest; other ranks need no gaps."""
+    model, optim = _trained("matrices")
+    checkpoint.save(tmp_path / "saved", model, optim)
+    if rank == 0:
+        checkpoint.verify(tmp_path / "saved")
+        checkpoint.reshard(tmp_path / "saved", tmp_path / "of-3", 3)
+        checkpoint.verify(tmp_path / "of-3")
+    dist.barrier()
+    expected = full_state_dict(model)
+    other, its_optim = _trained("rows")
+    checkpoint.load(tmp_path / "of-3", other, its_optim)
+    assert_same_tensors("loaded", full_state_dict(other), expected, 0.0)
+    manifest = parse_manifest((tmp_path / "saved" / MANIFEST).read_bytes())
+    unit = next(each for each in manifest.units if each.is_placed)
+    moved = replace(unit.params[0], offset=unit.params[0].offset + 1)
+    with pytest.raises(ValueError, match="cannot lie at offset"):
+        checked_layout(replace(unit, params=(moved, *unit.params[1:])))
+
+
 # Optimizers --------------------------------------------------------------------------
 
 
@@ -374,6 +399,22 @@ def test_padding_is_told_and_limited() -> None:
     (unit,) = explain(fsdp(model)).units
     assert unit.padding_numel == 184
     assert unit.shard_nbytes == 400
+
+
+def test_a_plan_counts_padding() -> None:
+    """A whole matrix of 36 elements on 4 ranks, in shards of as many; the rest fits."""
+    max_padding = 3.0
+
+    def make_kept(_batch: int, _sequence: int) -> tuple[nn.Module, None]:
+        model = nn.Linear(6, 6)
+        keep_whole(model, matrices, max_padding=max_padding)
+        return model, None
+
+    source = ModelSource("kept", make_kept)
+    assert plan_model(source, [4]).ranks[0].shard_nbytes == 36 * 4
+    max_padding = 0.5
+    with pytest.raises(PlanError, match="pads 42 elements by 102 on 4 ranks"):
+        plan_model(source, [4])
 
 
 @distributed(world_size=2)
