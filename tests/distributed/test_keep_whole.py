@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from fsdp_c import checkpoint, explain, fully_shard, keep_whole
 from fsdp_c._whole import owned
@@ -18,7 +19,7 @@ from fsdp_c.checkpoint._holders import checked_layout
 from fsdp_c.checkpoint._manifest import MANIFEST, parse_manifest
 from fsdp_c.plan import ModelSource, PlanError, plan_model
 from helpers.distributed import TEST_DEVICE, distributed
-from helpers.groups import hybrid_groups
+from helpers.groups import hybrid_groups, kept_mesh
 from helpers.impl import FSDP, CPUOffload, MixedPrecision, ShardingStrategy, fsdp
 from helpers.matrix_optimizers import BlockwiseAdam, Shampoo, TensorNorm
 from helpers.models import CASES
@@ -433,6 +434,17 @@ def test_fully_shard_keeps_rows_only() -> None:
             continue
         with pytest.raises(ValueError, match="whole_parameter_optimizer"):
             fully_shard(model)
+
+
+@distributed(world_size=4)
+def test_tensor_parallel_parameters_are_refused() -> None:
+    mesh = kept_mesh((2, 2), ("dp", "tp"))
+    model = parallelize_module(
+        nn.Sequential(nn.Linear(4, 6)), mesh["tp"], {"0": ColwiseParallel()}
+    )
+    keep_whole(model, matrices, max_padding=ANY_PADDING)
+    with pytest.raises(ValueError, match=r"'0\.weight' is a tensor parallel DTensor"):
+        fsdp(model, device_mesh=mesh["dp"], use_orig_params=True)
 
 
 def test_wrong_arguments() -> None:
