@@ -7,7 +7,7 @@ the work two operations for each element of a matrix and token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -268,10 +268,9 @@ class _Recorder:
         # Two products, of queries with keys and of weights with values.
         scores = query.shape[:-1].numel() * key.shape[-2]
         self._attention_flops += 2 * scores * (query.shape[-1] + value.shape[-1])
-        output: Tensor = _FusedAttention.apply(  # type: ignore[no-untyped-call]
-            query, key, value
-        )
-        return output
+        # Typed in some versions of torch only.
+        apply: Callable[..., Tensor] = _FusedAttention.apply
+        return apply(query, key, value)
 
     def _use_the_rest(self) -> None:
         """Let parameters whose modules were not called be used where they stand.
