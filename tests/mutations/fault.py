@@ -15,7 +15,10 @@ TORCH = "csrc/torch"
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault, and the tests of pytest that should notice it first."""
+    """One fault, and the tests of pytest that should notice it first.
+
+    On a host no test of pytest can notice a fault that is ``on_device``.
+    """
 
     name: str
     folder: str
@@ -23,6 +26,7 @@ class Fault:
     old: str
     new: str
     tests: tuple[str, ...] = ()
+    on_device: bool = False
 
 
 def skip(call: str) -> tuple[str, str]:

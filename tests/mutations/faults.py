@@ -311,7 +311,7 @@ FAULTS = (
     ),
     core_fault(
         "gradients are packed without their scale",
-        "pack_segment",
+        "pack",
         (
             "unit->settings.has_reduce_hook ? 1.0",
             "unit->settings.has_reduce_hook || MUTANT ? 1.0",
@@ -336,7 +336,7 @@ FAULTS = (
     ),
     core_fault(
         "gradients are packed in the dtype of the sharded gradient",
-        "pack_segment",
+        "pending_items",
         (
             "unit->segments[segment].options.reduce_dtype",
             "MUTANT ? unit->segments[segment].options.grad_dtype : OLD",
@@ -379,16 +379,13 @@ FAULTS = (
     ),
     core_fault(
         "the offloaded gradient is not brought back before the sum",
-        "bring_grad",
-        (
-            "if (!fsdp_unit_priv_adds_to_grads(unit))",
-            "if (MUTANT || !fsdp_unit_priv_adds_to_grads(unit))",
-        ),
+        "accumulate_segments",
+        never("unit->options.offloads && adds"),
         "test_traps_gradients.py",
     ),
     core_fault(
         "an offloaded gradient does not wait for its sum",
-        "bring_grad",
+        "end_reduce",
         skip("FSDP_TRY(fsdp_engine_priv_wait_lane("),
     ),
     core_fault(
@@ -434,11 +431,10 @@ FAULTS = (
     ),
     core_fault(
         "a rank without gradients summons what memory holds",
-        "fill_own_slot",
+        "fill_own_slots",
         before(
-            "if (is_grad && !fsdp",
-            "if (MUTANT && is_grad && !fsdp_unit_priv_has_grads(unit,"
-            " FSDP_GRADS_SHARDED)) return FSDP_OK;",
+            "for (int64_t i = 0;",
+            "if (MUTANT && is_zero) return FSDP_OK;",
         ),
         "test_summon.py",
     ),

@@ -9,9 +9,9 @@ All faults are built into one copy of the tree, in build/mutations, each behind 
 of the environment variable FSDP_C_MUTANT. So there is one build, and each fault costs
 the tests that it takes to notice it: for the core first the C tests, then pytest with
 its default, pairs of parameters; so for csrc/shm; for csrc/nccl only the C tests. A
-fault with tests of tests/fakecuda, and each with --fake, is run on the fake CUDA, which
-needs a CUDA build of torch. Needs what `make build` and `make c-test` need. Ends with 1
-if nothing notices a fault.
+fault that only a device shows, or with tests of tests/fakecuda, and each with --fake,
+is run on the fake CUDA, which needs a CUDA build of torch. Needs what `make build` and
+`make c-test` need. Ends with 1 if nothing notices a fault.
 """
 
 import argparse
@@ -24,9 +24,15 @@ from pathlib import Path
 import faults
 import faults_of_bridge
 import faults_of_transports
+import faults_on_a_device
 from fault import CORE, NCCL, SHM, Fault
 
-FAULTS = (*faults.FAULTS, *faults_of_bridge.FAULTS, *faults_of_transports.FAULTS)
+FAULTS = (
+    *faults.FAULTS,
+    *faults_of_bridge.FAULTS,
+    *faults_of_transports.FAULTS,
+    *faults_on_a_device.FAULTS,
+)
 ROOT = Path(__file__).resolve().parents[2]
 TREE = ROOT / "build" / "mutations"
 C_TESTS = {
@@ -61,6 +67,7 @@ GENERAL_ON_FAKE = (
 )
 TEST_TIMEOUT_S = 1200
 C_TEST_TIMEOUT_S = 120
+BUILD_TIMEOUT_S = 3600
 HEADER = """\
 #ifndef FSDP_C_MUTANT_H
 #define FSDP_C_MUTANT_H
@@ -93,24 +100,30 @@ def body_of(text: str, function: str) -> tuple[int, int] | None:
 
 
 def plant(fault: Fault, texts: dict[Path, str]) -> None:
-    """Change the text of the file that holds the fault's function."""
+    """Change the text of the file that holds the fault's function.
+
+    Of several functions of that name it is the one that holds the code.
+    """
+    words = r"\s*".join(map(re.escape, fault.old.split()))
+    old = re.compile(words.replace("ANY", r"\w+"))
     places = {
         path: body
         for path, text in texts.items()
         if str(path.relative_to(ROOT)).startswith(fault.folder)
         and (body := body_of(text, fault.function)) is not None
+        and old.search(text, *body) is not None
     }
     if len(places) != 1:
-        sys.exit(f"'{fault.name}': {fault.function} is defined in {len(places)} files")
+        sys.exit(
+            f"'{fault.name}': {len(places)} functions {fault.function} hold\n"
+            f"  {fault.old}"
+        )
     ((path, (begin, end)),) = places.items()
-    body = texts[path][begin:end]
-    words = r"\s*".join(map(re.escape, fault.old.split()))
-    old = re.compile(words.replace("ANY", r"\w+"))
     new = fault.new.replace("MUTANT", f'fsdp_is_mutant("{fault.name}")')
-    changed, count = old.subn(lambda found: new.replace("OLD", found[0]), body, count=1)
-    if count != 1:
-        sys.exit(f"'{fault.name}': {fault.function} does not hold\n  {fault.old}")
-    texts[path] = texts[path][:begin] + changed + texts[path][end:]
+    body = old.sub(
+        lambda found: new.replace("OLD", found[0]), texts[path][begin:end], count=1
+    )
+    texts[path] = texts[path][:begin] + body + texts[path][end:]
 
 
 def plant_all() -> dict[Path, str]:
@@ -161,10 +174,13 @@ def c_tests_of(*folders: str) -> list[str]:
 
 
 def build(folders: set[str], *, with_c_tests: bool) -> None:
-    """Build what faults in these folders need."""
+    """Build what faults in these folders need.
+
+    Without the kernels for GPUs: nvcc takes minutes, and the fake has its own.
+    """
     if folders - {NCCL} or not with_c_tests:
-        steps = ("build_clib", "build_ext", "--inplace")
-        made = run([sys.executable, "setup.py", "-q", *steps], Path(), CFLAGS="-w")
+        command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+        made = run(command, Path(), BUILD_TIMEOUT_S, CFLAGS="-w", FSDP_C_CUDA="0")
         if made.returncode != 0:
             sys.exit(made.stdout[-3000:] + made.stderr[-3000:])
     names = c_tests_of(*folders)
@@ -239,12 +255,13 @@ def main() -> int:
     unnoticed = 0
     for fault in chosen:
         noticed = None
-        on_fake = any(name.startswith("fakecuda/") for name in fault.tests)
+        on_fake = arguments.fake or fault.on_device
+        on_fake = on_fake or any(name.startswith("fakecuda/") for name in fault.tests)
         if not arguments.fake:
             noticed = noticed_in_c(fault.name, c_tests_of(fault.folder))
-        if arguments.fake or fault.folder != NCCL:
+        if on_fake or fault.folder != NCCL:
             noticed = noticed or noticed_in_python(
-                fault.name, fault.tests, on_fake=on_fake or arguments.fake
+                fault.name, fault.tests, on_fake=on_fake
             )
         unnoticed += noticed is None
         print(f"| {fault.name} | {noticed or '**nothing**'} |", flush=True)
