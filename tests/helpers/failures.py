@@ -32,6 +32,8 @@ POST_MORTEM_S = 2.0
 LIMIT_S = 120.0
 # Places before the first step: before wrapping, in it, before the first meeting.
 WRAPPING = ("before", "construction", "meeting")
+# What makes the victim run other units.
+PARTINGS = ("skip", "reorder")
 # How late a rank that is late comes to each of several waits: to one it is in time.
 DELAY_S = 0.6 * GROUP_TIMEOUT_S
 # Steps before the one with the failure.
@@ -312,6 +314,8 @@ class _Ranks:
 
     def step(self) -> None:
         """Train one step, summon, and make a state dict."""
+        import torch
+
         from helpers.impl import FSDP
 
         out = self.model(self.x)
@@ -328,6 +332,9 @@ class _Ranks:
             return  # the rest is torch's
         with FSDP.summon_full_params(self.model):
             self.act("summon")
+        if self.config["action"] in PARTINGS and self.x.is_cuda:
+            # Here all ranks know their units; comparing states they would not.
+            torch.cuda.synchronize()
         self.model.state_dict()
         self.act("optim_state_dict")
         FSDP.optim_state_dict(self.model, self.optimizer)
@@ -391,7 +398,7 @@ class _Ranks:
         self.construct()
         for index in range(NUM_GOOD_STEPS + 3):
             self.is_due = index == NUM_GOOD_STEPS
-            if self.is_due and self.config["action"] in ("skip", "reorder"):
+            if self.is_due and self.config["action"] in PARTINGS:
                 (self.folder / "moment").write_text(str(time.monotonic()))
             self.step()
             if self.x.is_cuda:
