@@ -147,7 +147,10 @@ FAULTS = (
     port_fault(
         "the group's options do not reach NCCL",
         "core_tuning",
-        ("return each.value_or(", "return MUTANT ? FSDP_NCCL_CONFIG_UNDEFINED : OLD"),
+        (
+            "return each.value_or(",
+            "return MUTANT ? FSDP_NCCL_CONFIG_UNDEFINED : each.value_or(",
+        ),
         *BRIDGE,
     ),
     port_fault(
@@ -165,7 +168,7 @@ FAULTS = (
     port_fault(
         "replays have no time limit",
         "watch_replay",
-        ("if (fsdp_nccl_watch_replay(", "if (!MUTANT && OLD"),
+        ("if (fsdp_nccl_watch_replay(", "if (!MUTANT && fsdp_nccl_watch_replay("),
         "fakecuda/test_units.py",
     ),
     # NCCL: what is sent where.

@@ -137,18 +137,22 @@ def plant_all() -> dict[Path, str]:
     return {p: include + text for p, text in texts.items() if text != before[p]}
 
 
+def write(path: Path, content: bytes) -> None:
+    """Write a file, unless it is like that already: then nothing is built anew."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists() or path.read_bytes() != content:
+        path.write_bytes(content)
+
+
 def copy_tree(changed: dict[Path, str]) -> None:
-    """Copy what git knows, with changes; leave what is there already."""
+    """Copy what git knows, with changes."""
     names = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True)
     for path in (ROOT / name for name in names.splitlines()):
         if not path.is_file():
             continue
         content = changed[path].encode() if path in changed else path.read_bytes()
-        target = TREE / path.relative_to(ROOT)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if not target.exists() or target.read_bytes() != content:
-            target.write_bytes(content)
-    (TREE / "mutant.h").write_text(HEADER)
+        write(TREE / path.relative_to(ROOT), content)
+    write(TREE / "mutant.h", HEADER.encode())
 
 
 def run(
