@@ -1,6 +1,7 @@
 /*
  * A libnvidia-ml for the fake CUDA: what torch asks before it uses expandable
- * segments (is there a fabric between GPUs?) and when it counts devices.
+ * segments (is there a fabric between GPUs?), when it counts devices, and when
+ * it reports a lack of memory.
  */
 #define FAKE_API __attribute__((visibility("default")))
 
@@ -42,6 +43,17 @@ int nvmlDeviceGetHandleByPciBusId_v2(const char *id, void **device) {
   return nvmlDeviceGetHandleByIndex_v2(0, device);
 }
 
+/* None, for torch's report of a lack of memory; torch 2.11 takes no refusal. */
+FAKE_API int nvmlDeviceGetComputeRunningProcesses(void *device, unsigned *count,
+                                                  void *processes);
+int nvmlDeviceGetComputeRunningProcesses(void *device, unsigned *count,
+                                         void *processes) {
+  (void)device;
+  (void)processes;
+  *count = 0;
+  return SUCCESS;
+}
+
 FAKE_API const char *nvmlErrorString(int result);
 const char *nvmlErrorString(int result) {
   return result == SUCCESS ? "Success" : "Not Supported";
@@ -52,7 +64,6 @@ const char *nvmlErrorString(int result) {
   int name(void) {         \
     return NOT_SUPPORTED;  \
   }
-UNSUPPORTED(nvmlDeviceGetComputeRunningProcesses)
 UNSUPPORTED(nvmlDeviceGetGpuFabricInfoV)
 UNSUPPORTED(nvmlDeviceGetHandleByUUID)
 UNSUPPORTED(nvmlDeviceGetNvLinkRemoteDeviceType)
