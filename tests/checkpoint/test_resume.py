@@ -79,6 +79,7 @@ def _state_tensors(optim: Optimizer) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.each_value
 @pytest.mark.trap(25)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("name", OPTIMIZERS)

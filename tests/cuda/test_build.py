@@ -116,7 +116,7 @@ print("table" if found else error.message.decode())
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 def test_blocks_and_threads_on_the_host(tmp_path: Path) -> None:
-    flags = ["-O1", "-g", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off"]
+    flags = ["-O0", "-g", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off"]
     flags += ["-iquote", "csrc/core", "-iquote", "csrc"]
     flags += ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     objects = []

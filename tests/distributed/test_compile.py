@@ -86,7 +86,7 @@ def _train_compiled(differential: Differential, counter: Any) -> int:
     [
         ("FULL_SHARD", True, "aot_eager"),
         ("SHARD_GRAD_OP", False, "aot_eager"),
-        ("NO_SHARD", True, "eager"),
+        pytest.param("NO_SHARD", True, "eager", marks=pytest.mark.only_full),
     ],
 )
 @distributed(world_size=2, timeout_s=TIMEOUT_S)
@@ -181,7 +181,7 @@ def test_evaluation_between_steps() -> None:
     [
         "original parameters",
         pytest.param("flat parameters", marks=pytest.mark.only_full),
-        "fully_shard",
+        pytest.param("fully_shard", marks=pytest.mark.only_full),
     ],
 )
 @distributed(world_size=2, timeout_s=TIMEOUT_S)
@@ -238,7 +238,10 @@ def test_fully_shard() -> None:
 
 
 @pytest.mark.bookkeeping
-@pytest.mark.parametrize("is_compiled", ["at once", "after a step"])
+@pytest.mark.parametrize(
+    "is_compiled",
+    [pytest.param("at once", marks=pytest.mark.only_full), "after a step"],
+)
 @distributed(world_size=2, timeout_s=TIMEOUT_S)
 def test_whole_model_under_fully_shard(is_compiled: str) -> None:
     """torch.compile of the root: graphs break at its units, keys are torch's."""
@@ -335,11 +338,11 @@ def _counts(
 @pytest.mark.parametrize(
     ("place", "backend", "reshards", "checkpoints"),
     [
-        ("torch.compile", "aot_eager", True, False),
         pytest.param(
-            "torch.compile", "eager", False, True, marks=pytest.mark.only_full
+            "torch.compile", "aot_eager", True, False, marks=pytest.mark.only_full
         ),
-        ("root", "aot_eager", True, True),
+        ("torch.compile", "eager", False, True),
+        pytest.param("root", "aot_eager", True, True, marks=pytest.mark.only_full),
         pytest.param(
             *("blocks before", "aot_eager", False, False), marks=pytest.mark.only_full
         ),
@@ -386,7 +389,7 @@ def test_fsdp_compiles_what_it_does_under_torch(place: str) -> None:
             model.second = wrap(model.second, **options)
             return wrap(model, **options)
 
-        return _counts(shard, place, "aot_eager")
+        return _counts(shard, place, "eager")
 
     ours = counts_of(fsdp)
     theirs = counts_of(TorchFSDP)

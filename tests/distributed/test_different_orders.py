@@ -78,6 +78,7 @@ def _make(**kwargs: Any) -> Diverging:
     return Diverging.of_units(_build, {Block}, **kwargs)
 
 
+@pytest.mark.each_value
 @every_strategy
 @pytest.mark.parametrize("prefetch", [True, False])
 @distributed(world_size=(2, 3))
@@ -95,6 +96,7 @@ def test_training(strategy: str, use_orig_params: bool, prefetch: bool) -> None:
         del differential
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("schedule", ["znsu", "znnsu", "zpsu", "zpnsu"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @distributed(world_size=2)

@@ -109,6 +109,7 @@ def _check_gradient_memory(differential: Differential, *, num_units: int = 1) ->
         assert param.requires_grad or param.grad is None
 
 
+@pytest.mark.each_value
 @pytest.mark.trap(2)
 @every_strategy
 @distributed(world_size=RANKS)
@@ -152,6 +153,7 @@ def test_quantised_weights_under_mixed_precision(differential: Differential) -> 
     _check_gradient_memory(differential, num_units=3)
 
 
+@pytest.mark.each_value
 @every_strategy
 @pytest.mark.parametrize("units", ["one", "adapters inside"])
 @distributed(world_size=RANKS)
@@ -191,6 +193,7 @@ def _path(model: nn.Module, name: str) -> str:
     )
 
 
+@pytest.mark.each_value
 @pytest.mark.trap(19)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("at_wrapping", ["trainable", "frozen"])

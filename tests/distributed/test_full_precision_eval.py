@@ -116,6 +116,7 @@ def _compare_eval(differential: Differential) -> None:
     model.train()
 
 
+@pytest.mark.each_value
 @pytest.mark.trap(20)
 @pytest.mark.trap(21)
 @pytest.mark.parametrize("use_orig_params", [True, False])

@@ -18,6 +18,7 @@ from helpers.rows import Rows, shard_units
 MODELS = sorted(set(CASES) - {"scalar", "mixed_dtype", "tied"})
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("reshard_after_forward", [None, True, False])
 @distributed(world_size=(2, 3))
@@ -37,6 +38,7 @@ def test_training_on_four_ranks(model: str) -> None:
     both.train(2)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("no_sync", [True, False])
 @pytest.mark.parametrize("shape", [(4, 1), (2, 2), (1, 4)])
 @distributed(world_size=4)
@@ -58,6 +60,7 @@ def test_hybrid_mesh(shape: tuple[int, int], no_sync: bool) -> None:
         assert param.placements == (Replicate(), Shard(0))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("no_sync", [True, False])
 @pytest.mark.parametrize("set_to_none", [True, False])
 @distributed(world_size=2)

@@ -174,7 +174,10 @@ class SpmdRows(Rows):
         ({"dp": 2, "tp": 2}, ("dp",), ()),
         pytest.param({"tp": 2, "dp": 2}, ("dp",), (), marks=pytest.mark.only_full),
         pytest.param({"dp": 2, "cp": 2}, ("dp", "cp"), (), marks=pytest.mark.only_full),
-        ({"dp": 2, "tp": 1, "cp": 2}, ("dp", "cp"), ()),
+        pytest.param(
+            *({"dp": 2, "tp": 1, "cp": 2}, ("dp", "cp"), ()),
+            marks=pytest.mark.only_full,
+        ),
         pytest.param(
             *({"dp": 1, "cp": 2, "tp": 2}, ("dp", "cp"), ()),
             marks=pytest.mark.only_full,
@@ -182,7 +185,7 @@ class SpmdRows(Rows):
         pytest.param({"hp": 2, "dp": 2}, ("dp",), ("hp",), marks=pytest.mark.only_full),
         ({"hp": 2, "dp": 1, "cp": 2}, ("dp", "cp"), ("hp",)),
         ({"hp": 2, "cp": 2}, (), ("hp", "cp")),
-        ({"hp": 2, "tp": 2}, (), ("hp",)),
+        pytest.param({"hp": 2, "tp": 2}, (), ("hp",), marks=pytest.mark.only_full),
     ],
     ids=lambda value: "-".join(map(str, value)),
 )

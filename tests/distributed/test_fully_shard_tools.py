@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import fsdp_c
 from fsdp_c import MixedPrecisionPolicy, fully_shard, trace
@@ -96,12 +97,18 @@ def test_trace(rank: int, tmp_path: Path) -> None:
         trace.start(model.blocks[0])
 
 
+@pytest.mark.parametrize("api", ["fsdp", "fully_shard"])
 @distributed(world_size=2)
-def test_trace_of_a_script_that_cannot_be_changed(rank: int, tmp_path: Path) -> None:
+def test_trace_of_a_script_that_cannot_be_changed(
+    rank: int, tmp_path: Path, api: str
+) -> None:
     """FSDP_C_TRACE=folder: the third, fourth and fifth step of the root."""
     _automatic.install(str(tmp_path))
     try:
-        model = _sharded(MLP(1))
+        if api == "fully_shard":
+            model = _sharded(MLP(1))
+        else:
+            model = fsdp_c.FSDP(MLP(1), auto_wrap_policy=ModuleWrapPolicy({Block}))
         _step(model.blocks[0])  # a root of its own, until the model runs
         for _ in range(6):
             assert not (tmp_path / f"rank{rank}.json").exists()
@@ -113,7 +120,8 @@ def test_trace_of_a_script_that_cannot_be_changed(rank: int, tmp_path: Path) -> 
     recorded = trace.load(tmp_path).recorded
     assert [unit.name for unit in recorded[0].units] == ["", "blocks.0"]
     assert len(lanes_of(recorded[0]).steps) == 3
-    assert model._fsdp_c_groups[0].before_run is None
+    if api == "fully_shard":
+        assert model._fsdp_c_groups[0].before_run is None
 
 
 @distributed(world_size=2)

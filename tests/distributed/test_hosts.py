@@ -36,6 +36,7 @@ def on_hosts(*hosts: str) -> Iterator[dist.ProcessGroup]:
             dist.destroy_process_group(group)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @pytest.mark.parametrize("model", ["transformer", "uneven", "mixed_dtype"])

@@ -67,6 +67,7 @@ def _assert_same_local(
     assert one["param_groups"] == other["param_groups"]
 
 
+@pytest.mark.each_value
 @pytest.mark.trap(25)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize(
@@ -152,6 +153,7 @@ def test_other_strategy(
         del model, optim
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("optimizer", ["momentum", "adam", "adagrad", "counting"])
 @distributed(world_size=4)

@@ -135,6 +135,7 @@ def test_replicas(rank: int) -> None:
         del model
 
 
+@pytest.mark.each_value
 @pytest.mark.trap(9)
 @every_strategy
 @pytest.mark.parametrize("forward_prefetch", [True, False])

@@ -75,6 +75,7 @@ def _build() -> nn.Module:
     return Optional().double()
 
 
+@pytest.mark.each_value
 @every_strategy
 @pytest.mark.parametrize("transport", [OWN, "c10d"])
 @distributed(world_size=(2, 3))
@@ -89,6 +90,7 @@ def test_training(strategy: str, transport: str, use_orig_params: bool) -> None:
         del differential
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("transport", [OWN, "c10d"])
 @pytest.mark.parametrize("reshards", [True, False])
 @distributed(world_size=(2, 3))

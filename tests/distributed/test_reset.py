@@ -119,6 +119,7 @@ def _go_on(differential: Differential) -> None:
 
 
 # Over gloo only one: what fails does not know what carries the collectives.
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("transport", "failure"),
     [*((OWN, failure) for failure in _FAILURES), ("c10d", "mistake")],
@@ -138,6 +139,7 @@ def test_on_all_ranks(transport: str, strategy: str, place: str, failure: str) -
         del differential
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("transport", [OWN, "c10d"])
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
@@ -169,6 +171,7 @@ def test_in_an_accumulation(transport: str) -> None:
         del differential
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("transport", [OWN, "c10d"])
 @pytest.mark.parametrize("failure", list(_FAILURES))
 @distributed(world_size=(2, 3))

@@ -84,6 +84,7 @@ def _differential(use: str, door: str, strategy: str) -> Differential:
     )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("use", ["head", "tied", "norm"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("door", DOORS)

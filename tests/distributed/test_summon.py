@@ -218,6 +218,7 @@ def _check_every_combination(differential: Differential) -> None:
     differential.train(1)
 
 
+@pytest.mark.each_value
 @pytest.mark.trap(16)
 @pytest.mark.trap(24)
 @every_strategy
@@ -241,6 +242,7 @@ def test_every_combination_with_offload(use_orig_params: bool) -> None:
     )
 
 
+@pytest.mark.each_value
 @pytest.mark.trap(14)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])

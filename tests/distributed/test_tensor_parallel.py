@@ -64,6 +64,7 @@ def check_training(num_dp: int, num_tp: int, hidden: int, **options: Any) -> Non
         )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("hidden", [10, 7])
 @pytest.mark.parametrize("reshard_after_forward", [None, False])
 @distributed(world_size=4)

@@ -53,6 +53,7 @@ def check_training(num_dp: int, num_tp: int, hidden: int, **options: Any) -> Non
         both.clip(0.01, float("inf"))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("hidden", [10, 7])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
@@ -100,6 +101,7 @@ def assert_equal(actual: Any, expected: Any) -> None:
     torch.testing.assert_close(full_tensors(actual), full_tensors(expected))
 
 
+@pytest.mark.each_value
 @pytest.mark.bookkeeping
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
@@ -258,6 +260,7 @@ def test_summon_apply_and_sync(rank: int, world_size: int) -> None:
             model(*tokens(seeded(0)))
 
 
+@pytest.mark.each_value
 @varied(
     use_orig_params=[True, False],
     strategy=["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"],
@@ -292,6 +295,7 @@ def test_gradients_set_in_a_summon(
         del both, param
 
 
+@pytest.mark.each_value
 @varied(
     use_orig_params=[True, False],
     strategy=["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"],

@@ -448,20 +448,18 @@ SCRIPT = """
 """
 
 
-@pytest.mark.bookkeeping
+@pytest.mark.only_full
 @pytest.mark.parametrize(
     ("num_steps", "num_recorded"),
-    [
-        pytest.param(2, None, marks=pytest.mark.only_full),
-        pytest.param(4, 2, marks=pytest.mark.only_full),
-        pytest.param(5, 3, marks=pytest.mark.only_full),
-        (7, 3),
-    ],
+    [(2, None), (4, 2), (5, 3), (7, 3)],
 )
 def test_a_script_that_cannot_be_changed(
     tmp_path: Path, num_steps: int, num_recorded: int | None
 ) -> None:
-    """FSDP_C_TRACE: the third to fifth step, or as many as there are."""
+    """FSDP_C_TRACE: the third to fifth step, or as many as there are.
+
+    In a push: test_fully_shard_tools.py.
+    """
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(SCRIPT))
     folder = tmp_path / "t"

@@ -16,6 +16,7 @@ from helpers.seeds import seeded
 RANKS = (2, 3, 4)
 
 
+@pytest.mark.each_value
 @every_strategy
 @varied(model=["mlp", "called_twice"])
 @distributed(world_size=(2, 3))
@@ -28,6 +29,7 @@ def test_several_forwards_before_one_backward(differential: Differential) -> Non
         differential.checked_step()
 
 
+@pytest.mark.each_value
 @pytest.mark.trap(5)
 @every_strategy
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
@@ -77,6 +79,7 @@ def test_backward_twice_without_retain_graph(differential: Differential) -> None
     differential.train(2)
 
 
+@pytest.mark.each_value
 @every_strategy
 @pytest.mark.parametrize("how", ["eval", "train", "inference", "a unit"])
 @distributed(world_size=RANKS)
@@ -120,6 +123,7 @@ def test_forwards_without_gradients_anywhere(
         differential.check()
 
 
+@pytest.mark.each_value
 @pytest.mark.trap(5)
 @every_strategy
 @pytest.mark.parametrize("what", ["step", "write", "backward"])
@@ -168,6 +172,7 @@ class _Parent(nn.Module):
         return self.shared(torch.tanh(self.own(x)))
 
 
+@pytest.mark.each_value
 @pytest.mark.trap(24)
 @every_strategy
 @pytest.mark.parametrize("units", ["parents", "block", "both"])
@@ -268,6 +273,7 @@ def test_gradient_of_the_input(
         differential.step()
 
 
+@pytest.mark.each_value
 @pytest.mark.trap(5)
 @every_strategy
 @pytest.mark.parametrize("when", ["before", "after", "instead"])
@@ -337,6 +343,7 @@ class _Switched(nn.Module):
         return x
 
 
+@pytest.mark.each_value
 @pytest.mark.trap(1)
 @every_strategy
 @distributed(world_size=RANKS)
@@ -399,6 +406,7 @@ def test_batch_sizes_differ_between_ranks(
     differential.check()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("optimizer", ["AdamW", "Adagrad", "SGD_foreach"])
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
@@ -457,6 +465,7 @@ class _Fails(nn.Module):
         return self.out(x)
 
 
+@pytest.mark.each_value
 @every_strategy
 @pytest.mark.parametrize("where", ["forward", "backward", "inner_forward"])
 @distributed(world_size=(2, 3))

@@ -150,7 +150,9 @@ def _folder(rank: int, **env: str) -> Iterator[Path]:
 @pytest.mark.parametrize(
     "strategy",
     # test_trainer_options.py runs the others as well.
-    cases(ShardingStrategy.__members__, ["NO_SHARD", "HYBRID_SHARD"]),
+    cases(
+        ShardingStrategy.__members__, {*ShardingStrategy.__members__} - {"FULL_SHARD"}
+    ),
 )
 @on_ranks(world_size=WORLD, timeout_s=TIMEOUT_S)
 def test_strategy(rank: int, strategy: str, accumulate: int) -> None:
@@ -172,7 +174,7 @@ def test_strategy(rank: int, strategy: str, accumulate: int) -> None:
 _ACCUMULATING = [("llama", 2), ("gpt2", 1), ("lora", 2)]
 
 
-@pytest.mark.parametrize("case", cases(_ACCUMULATING, _ACCUMULATING[1:2]))
+@pytest.mark.parametrize("case", cases(_ACCUMULATING, _ACCUMULATING[1:]))
 @on_ranks(world_size=WORLD, timeout_s=TIMEOUT_S)
 def test_version_2(rank: int, case: tuple[str, int]) -> None:
     name, accumulate = case
@@ -189,7 +191,7 @@ def test_version_2(rank: int, case: tuple[str, int]) -> None:
 _MODELS = list(product(("gpt2", "t5", "lora"), (True, False)))
 
 
-@pytest.mark.parametrize("case", cases(_MODELS, [("gpt2", False), ("t5", True)]))
+@pytest.mark.parametrize("case", cases(_MODELS, _MODELS[1:-1]))
 @on_ranks(world_size=WORLD, timeout_s=TIMEOUT_S)
 def test_model(rank: int, case: tuple[str, bool]) -> None:
     name, use_orig_params = case
@@ -209,8 +211,7 @@ def test_model(rank: int, case: tuple[str, bool]) -> None:
 
 _SAVING = [("llama", 1), ("gpt2", 1), ("gpt2", 2), ("lora", 2)]
 _SAVES = [(*case, kind) for case in _SAVING for kind in KINDS]
-_COMMON = [("llama", 1, KINDS[0]), ("gpt2", 1, KINDS[1])]
-_COMMON += [("gpt2", 2, KINDS[0]), ("lora", 2, KINDS[1])]
+_COMMON = [("gpt2", 1, KINDS[1]), ("gpt2", 2, KINDS[0])]
 
 
 @pytest.mark.parametrize("case", cases(_SAVES, set(_SAVES) - set(_COMMON)))

@@ -133,6 +133,7 @@ def told(tmp_path: Path) -> dict[str, str]:
     return ours
 
 
+@pytest.mark.only_full
 @on_ranks(world_size=2, timeout_s=TIMEOUT_S)
 def test_accelerate_example(rank: int, told: dict[str, str], tmp_path: Path) -> None:
     """Three steps, and one more after --resume, in processes that have transformers."""

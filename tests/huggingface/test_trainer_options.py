@@ -298,19 +298,25 @@ def _assert_case(record: Record, expected: Record, case: _Case) -> None:
 _SLOW = (
     "activation_checkpointing_flat_params",
     "backward_post",
+    "backward_pre",
+    "bf16",
     "bf16_flat_params_no_shard",
     "cpu_offload",
+    "gradient_accumulation_flat_params",
     "gradient_checkpointing",
     "hybrid_shard_zero2",
     "no_clipping",
     "no_prefetch",
+    "no_shard",
     "no_wrap",
+    "version_2",
     "version_2_by_strategy",
     "version_2_by_string",
     "version_2_no_wrap",
     "wrap_by_size",
 )
-_SLOW_MODELS = (("gpt2", True), ("t5", False), ("lora", False))
+# Of gpt2 and lora test_accelerator.py runs the others.
+_SLOW_MODELS = (("gpt2", True), ("gpt2", False), ("t5", False), ("lora", False))
 
 
 @pytest.mark.parametrize("name", cases(CASES, _SLOW))
@@ -377,7 +383,7 @@ def test_model(rank: int, case: tuple[str, bool]) -> None:
         assert_weights_alike(model, expected, 2e-6)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "lora"])
+@pytest.mark.parametrize("name", cases(["gpt2", "lora"], ["gpt2"]))
 @on_ranks(world_size=WORLD, timeout_s=TIMEOUT_S)
 def test_model_of_version_2(rank: int, name: str) -> None:
     expected = reference(name)

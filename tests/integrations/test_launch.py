@@ -63,7 +63,10 @@ assert torch.distributed.checkpoint.state_dict.FSDP is FSDP
 from torch.distributed.fsdp import fully_shard
 
 assert fully_shard.__module__.startswith("fsdp_c.")
-dist.init_process_group("gloo")
+kwargs = {}
+if len(sys.argv) > 1:
+    kwargs = {"init_method": f"file://{sys.argv[1]}", "rank": 0, "world_size": 1}
+dist.init_process_group("gloo", **kwargs)
 torch.manual_seed(0)
 model = FSDP(torch.nn.Linear(4, 4), device_id=torch.device("cpu"))
 model(torch.ones(2, 4)).sum().backward()
@@ -72,10 +75,15 @@ dist.destroy_process_group()
 """
 
 
-def test_a_script_of_torch(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "runs", ["alone", pytest.param("torchrun", marks=pytest.mark.only_full)]
+)
+def test_a_script_of_torch(tmp_path: Path, runs: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    words = ["torchrun", "--standalone", "--nproc-per-node=1", str(script)]
+    words = [str(script), str(tmp_path / "store")]
+    if runs == "torchrun":
+        words = ["torchrun", "--standalone", "--nproc-per-node=1", str(script)]
     done = _launch_words(*words, GLOO_SOCKET_IFNAME="lo")
     assert done.stdout == "fsdp_c._module.sharded_module rank 0\n", done.stderr
 

@@ -392,6 +392,7 @@ class AppState(Stateful):
         )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("saver", ["fsdp_c", "torch"])
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2, device="cpu")

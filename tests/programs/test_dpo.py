@@ -68,6 +68,7 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), 0.02)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("api", ["FSDP", "fully_shard"])
 @pytest.mark.parametrize("order", ["policy first", "reference first"])
 @distributed(world_size=2)

@@ -72,6 +72,7 @@ def _loss(model: Any, step: int, rank: int, use: str) -> Tensor:
     return loss
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("api", ["FSDP", "FSDP flat", "fully_shard"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @pytest.mark.parametrize("use", ["heads", "heads alone", "hidden states"])

@@ -90,6 +90,7 @@ def _loss(model: nn.Module, step: int, rank: int) -> Tensor:
     return (out - 1).square().mean()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("api", ["FSDP", "FSDP flat", "fully_shard"])
 @pytest.mark.parametrize("sends", ["shards", "whole weights"])
 @distributed(world_size=(1, 2))

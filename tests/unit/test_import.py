@@ -18,11 +18,20 @@ from fsdp_c import *
 assert {*fsdp_c.__all__} <= {*dir()}
 assert {*fsdp_c.__all__} <= {*dir(fsdp_c)}
 import fsdp_c.checkpoint, fsdp_c.doctor, fsdp_c.integrations, fsdp_c.plan, fsdp_c.trace
+import importlib, os
+from fsdp_c._engines.engine import engine_listeners
+others = len(engine_listeners)
+os.environ["FSDP_C_TRACE"] = "folder"
+importlib.reload(fsdp_c)
+assert len(engine_listeners) == others + 1
 """
 
 
 def test_what_is_loaded_and_found() -> None:
-    """What training does not need is not loaded; every public name is found."""
+    """What training does not need is not loaded; every public name is found.
+
+    FSDP_C_TRACE alone waits for models to record.
+    """
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
     )
