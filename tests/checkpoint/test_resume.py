@@ -122,7 +122,9 @@ def test_resume_is_bitwise(
 
 
 @pytest.mark.bookkeeping
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize(
+    "use_orig_params", [True, pytest.param(False, marks=pytest.mark.only_full)]
+)
 @distributed(world_size=7, timeout_s=120.0)
 def test_any_world_size_to_any(
     rank: int, tmp_path: Path, use_orig_params: bool
@@ -343,6 +345,7 @@ def test_under_a_default_device(
     assert found.extra["scalar"].item() == 2.5
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=(2, 3))

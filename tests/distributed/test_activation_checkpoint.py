@@ -12,10 +12,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from helpers.distributed import distributed, every_strategy
-from helpers.impl import MixedPrecision, ShardingStrategy, fsdp
+from helpers.distributed import STRATEGIES, distributed
+from helpers.impl import MixedPrecision, fsdp
 from helpers.models import Block, vectors
 from helpers.reference import Differential
+from helpers.rows import in_either_api
 
 
 class _CheckpointedBlock(Block):
@@ -65,29 +66,16 @@ class _Plain(_Model):
         return self.out(x)
 
 
-def _wrap(model: Any, strategy: str, use_orig_params: bool) -> Any:
-    kwargs = {
-        "sharding_strategy": ShardingStrategy[strategy],
-        "use_orig_params": use_orig_params,
-    }
-    for index, block in enumerate(model.blocks):
-        model.blocks[index] = fsdp(block, **kwargs)
-    return fsdp(model, **kwargs)
-
-
-@every_strategy
+@pytest.mark.each_value
+@pytest.mark.parametrize("api", ["FSDP", "FSDP flat", "fully_shard"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("around", [True, False])
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @distributed(world_size=(2, 3))
-def test_checkpoint(
-    use_reentrant: bool, around: bool, strategy: str, use_orig_params: bool
-) -> None:
+def test_checkpoint(use_reentrant: bool, around: bool, strategy: str, api: str) -> None:
     """torch.utils.checkpoint, both kinds, in both places."""
-    differential = Differential(
-        lambda: _Model(use_reentrant, around),
-        lambda module: _wrap(module, strategy, use_orig_params),
-        vectors,
-        use_orig_params=use_orig_params,
+    differential = in_either_api(
+        api, lambda: _Model(use_reentrant, around), {Block}, strategy=strategy
     )
     differential.train(2)
     differential.evaluate()
@@ -128,7 +116,7 @@ def test_applied_after_wrapping(impl: str) -> None:
     """apply_activation_checkpointing on the sharded model, as trainers do."""
 
     def wrap(model: Any) -> Any:
-        sharded = _wrap(model, "FULL_SHARD", True)
+        sharded = fsdp(model, units={Block}, use_orig_params=True)
         apply_activation_checkpointing(
             sharded,
             checkpoint_wrapper_fn=lambda module: checkpoint_wrapper(

@@ -13,8 +13,17 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers.distributed import TEST_DEVICE, distributed
 from helpers.impl import FSDP, ShardingStrategy, fsdp
-from helpers.models import CASES, MLP, Block, Transformer, TransformerBlock, loss_of
+from helpers.models import (
+    CASES,
+    MLP,
+    Block,
+    Transformer,
+    TransformerBlock,
+    loss_of,
+    tokens,
+)
 from helpers.reference import Differential, assert_same_tensors, full_state_dict
+from helpers.rows import in_either_api
 
 
 @pytest.mark.trap(27)
@@ -177,31 +186,27 @@ def test_optimizer_made_before_wrapping() -> None:
     differential.train(3)
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("api", ["FSDP", "FSDP flat", "fully_shard"])
 @distributed(world_size=2)
-def test_model_is_freed(use_orig_params: bool) -> None:
+def test_model_is_freed(api: str) -> None:
     """A trained model goes away with its last reference, with its parameters."""
-    model = fsdp(
-        Transformer(), units={TransformerBlock}, use_orig_params=use_orig_params
-    )
-    loss = loss_of(model(torch.zeros(4, 5, dtype=torch.int64)))
-    loss.backward()
-    references = [weakref.ref(model), weakref.ref(model.module)]
-    references += [weakref.ref(p) for p in model.parameters()]
-    del model, loss
+    both = in_either_api(api, Transformer, {TransformerBlock}, tokens)
+    both.train(1)
+    model: Any = both.model
+    objects = [*model.modules(), *model.parameters()]
+    objects += getattr(model, "_fsdp_c_groups", [])
+    references = [weakref.ref(each) for each in objects]
+    del both, model, objects
     gc.collect()
     assert [r() for r in references] == [None] * len(references)
 
 
+@pytest.mark.parametrize("api", ["FSDP", "fully_shard"])
 @distributed(world_size=2)
-def test_models_side_by_side() -> None:
+def test_models_side_by_side(api: str) -> None:
     """Two roots, stepped in turn, as for a GAN; one dies in between."""
     first, second = (
-        Differential.of_case(
-            CASES[name],
-            lambda module: fsdp(module, units={Block}, use_orig_params=True),
-            use_orig_params=True,
-        )
+        in_either_api(api, CASES[name].build, {Block})
         for name in ("mlp", "called_twice")
     )
     for _ in range(2):

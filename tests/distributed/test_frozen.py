@@ -136,6 +136,7 @@ def test_everything_in_one_unit(strategy: str, use_orig_params: bool) -> None:
                 assert torch.equal(state[name], before[name]), name
 
 
+@pytest.mark.each_value
 @every_strategy
 @distributed(world_size=RANKS)
 @with_model(

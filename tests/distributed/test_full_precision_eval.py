@@ -150,6 +150,7 @@ def test_replicas() -> None:
         del differential
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("value", [None, "0"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(world_size=2)

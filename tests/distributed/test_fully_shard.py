@@ -21,21 +21,16 @@ MODELS = sorted(set(CASES) - {"scalar", "mixed_dtype", "tied"})
 @pytest.mark.each_value
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("reshard_after_forward", [None, True, False])
-@distributed(world_size=(2, 3))
+@distributed(world_size=(2, 3, 4))
 def test_training(model: str, reshard_after_forward: bool | None) -> None:
-    """Every kind of model, its parameters and gradients after every step."""
+    """Every kind of model, its parameters and gradients after every step.
+
+    Also on more ranks than some parameters have rows.
+    """
     both = Rows.of(model, reshard_after_forward=reshard_after_forward)
     both.train(3)
     both.evaluate()
     both.train(1)
-
-
-@pytest.mark.parametrize("model", MODELS)
-@distributed(world_size=4)
-def test_training_on_four_ranks(model: str) -> None:
-    """More ranks than some parameters have rows."""
-    both = Rows.of(model)
-    both.train(2)
 
 
 @pytest.mark.each_value

@@ -489,7 +489,14 @@ def test_expert_parallel(rank: int, in_blocks: bool) -> None:
 
 @NEEDS_PLACEMENTS
 @pytest.mark.bookkeeping
-@pytest.mark.parametrize("kind", ["meshes", "experts", "experts_in_blocks"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "meshes",
+        pytest.param("experts", marks=pytest.mark.only_full),
+        "experts_in_blocks",
+    ],
+)
 @distributed(world_size=4)
 def test_state_of_several_meshes(kind: str) -> None:
     """Full state dicts, torch.distributed.checkpoint and fsdp_c.checkpoint."""

@@ -1,28 +1,16 @@
 """fully_shard: checkpointing, precision, conversions, state dicts, recovery."""
 
 import copy
-import gc
-import weakref
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_state_dict,
-)
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import checkpoint
 
 from fsdp_c import (
     FSDPModule,
@@ -31,50 +19,9 @@ from fsdp_c import (
     register_fsdp_forward_method,
 )
 from helpers.distributed import TEST_DEVICE, distributed
-from helpers.models import CASES, MLP, Block, TransformerBlock, vectors
+from helpers.models import CASES, MLP, Block, vectors
 from helpers.rows import Rows, shard_units
 from helpers.seeds import seeded
-from helpers.shared_folder import shared_folder
-
-
-class SelfCheckpointed(Block):
-    """Recomputes itself, without entering through the sharded module."""
-
-    use_reentrant = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = checkpoint(super().forward, x, use_reentrant=self.use_reentrant)
-        return out
-
-
-class ReentrantCheckpointed(SelfCheckpointed):
-    use_reentrant = True
-
-
-def _with_blocks(kind: type[Block]) -> Any:
-    def build() -> nn.Module:
-        model = MLP()
-        for module in model.modules():
-            if type(module) is Block:
-                module.__class__ = kind
-        return model
-
-    return build
-
-
-@pytest.mark.parametrize("kind", [SelfCheckpointed, ReentrantCheckpointed])
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-@distributed(world_size=2)
-def test_checkpoint_inside(kind: type[Block], reshard_after_forward: bool) -> None:
-    """Recomputed parts see plain parameters in backward."""
-    both = Rows(
-        _with_blocks(kind),
-        lambda model: shard_units(
-            model, [Block], reshard_after_forward=reshard_after_forward
-        ),
-        vectors,
-    )
-    both.train(3)
 
 
 @pytest.mark.parametrize("how", ["wrapper inside", "composable", "around"])
@@ -139,20 +86,6 @@ def test_mixed_precision(
         )
 
 
-@distributed(world_size=2)
-def test_divide_factor(world_size: int) -> None:
-    """Gradients are sums over the ranks, divided by the factor."""
-    both = Rows.of("mlp")
-    for module in both.model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(world_size / 3)
-    both.forward_backward()
-    for param in both.reference.parameters():
-        if param.grad is not None:
-            param.grad *= 3
-    both.check()
-
-
 @pytest.mark.parametrize("dim", [0, 1, -1])
 @distributed(world_size=(2, 3))
 def test_placement_fn(rank: int, world_size: int, dim: int) -> None:
@@ -168,36 +101,6 @@ def test_placement_fn(rank: int, world_size: int, dim: int) -> None:
             whole = param.full_tensor()
             chunks = list(whole.chunk(world_size, dim))
             assert torch.equal(param.to_local(), chunks[rank])
-
-
-@distributed(world_size=2)
-def test_frozen_and_thawed() -> None:
-    """Parameters frozen at first train later, and the other way round."""
-    both = Rows.of("transformer")
-    for frozen in (True, False, True):
-        for model in (both.reference, both.model):
-            for name, param in model.named_parameters():
-                if "blocks.0" in name or "layers.0" in name or "weight" in name[:12]:
-                    param.requires_grad_(not frozen)
-        both.zero_grad()
-        both.forward_backward()
-        both.check()
-        both.step()
-
-
-@distributed(world_size=2)
-def test_memory_of_cleared_gradients() -> None:
-    """The next forward frees it, before backward needs the most."""
-    both = Rows.of("mlp")
-    both.train(2)
-    both.forward_backward()
-    memory = [
-        StorageWeakRef(param.grad._local_tensor.untyped_storage())
-        for param in both.model.parameters()
-    ]
-    both.zero_grad()
-    both.evaluate()
-    assert all(each.expired() for each in memory)
 
 
 @distributed(world_size=2)
@@ -434,52 +337,6 @@ def test_replaced_by_load_state_dict() -> None:
         both.forward()
 
 
-@pytest.mark.parametrize("full", [True, False])
-@distributed(world_size=2)
-def test_state_dict_functions(full: bool) -> None:
-    """torch.distributed.checkpoint's, model and optimizer."""
-    options = StateDictOptions(full_state_dict=full)
-    both = Rows(
-        MLP,
-        lambda model: shard_units(model, [Block]),
-        vectors,
-        optimizer=lambda params: torch.optim.AdamW(params, lr=0.01),
-    )
-    both.train(2)
-    model, optimizer = copy.deepcopy(
-        get_state_dict(both.model, both.optimizer, options=options)
-    )
-    before = {n: p.full_tensor().clone() for n, p in both.model.named_parameters()}
-    steps = [p.full_tensor().clone() for p in both.model.parameters()]
-    both.forward_backward()
-    both.step()
-    set_state_dict(
-        both.model,
-        both.optimizer,
-        model_state_dict=model,
-        optim_state_dict=optimizer,
-        options=options,
-    )
-    for name, param in both.model.named_parameters():
-        assert torch.equal(param.full_tensor(), before[name])
-    assert len(steps) == len(before)
-
-
-@distributed(world_size=2)
-def test_checkpoint_files() -> None:
-    """Saved and loaded by torch.distributed.checkpoint into another model."""
-    both = Rows.of("uneven")
-    both.train(1)
-    with shared_folder() as folder:
-        dcp.save(get_model_state_dict(both.model), checkpoint_id=folder)
-        other = shard_units(CASES["uneven"].build().double(), [Block])
-        state = get_model_state_dict(other)
-        dcp.load(state, checkpoint_id=folder)
-        set_model_state_dict(other, state)
-    for mine, theirs in zip(both.model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(mine.full_tensor(), theirs.full_tensor())
-
-
 @distributed(world_size=2)
 def test_optimizers() -> None:
     """Foreach and fused ones on the sharded parameters."""
@@ -535,19 +392,6 @@ def test_recovers_from_exceptions() -> None:
 
 
 @distributed(world_size=2)
-def test_post_accumulate_hooks() -> None:
-    """They see the reduced gradient."""
-    model = fully_shard(nn.Linear(4, 4))
-    seen = []
-    for param in model.parameters():  # type: ignore[attr-defined]
-        param.register_post_accumulate_grad_hook(
-            lambda p: seen.append(isinstance(p.grad, DTensor))
-        )
-    model(torch.randn(2, 4)).sum().backward()  # type: ignore[operator]
-    assert seen == [True, True]
-
-
-@distributed(world_size=2)
 def test_rnn() -> None:
     """A module with lists of its parameters."""
 
@@ -565,49 +409,3 @@ def test_rnn() -> None:
         lambda g: (torch.randn(2, 5, 4, generator=g),),
     )
     both.train(2)
-
-
-@distributed(world_size=2)
-def test_tied_inside_a_group() -> None:
-    """Shared parameters are one; shared between groups they are refused."""
-
-    def shard(model: nn.Module) -> Any:
-        return fully_shard(model)
-
-    both = Rows(CASES["tied"].build, shard, CASES["tied"].inputs)
-    both.train(2)
-
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[0].weight = model[1].weight
-    fully_shard(model[0])
-    with pytest.raises(ValueError, match="is shared with"):
-        fully_shard(model[1])
-
-
-@distributed(world_size=2)
-def test_models_go() -> None:
-    """Nothing keeps a model that was trained."""
-    both = Rows.of("mlp")
-    both.train(1)
-    group = both.model._fsdp_c_groups[0]
-    objects = [both.model, group, *both.model.parameters()]
-    seen = [weakref.ref(each) for each in objects]
-    del both, group, objects
-    gc.collect()
-    assert [each() for each in seen] == [None] * len(seen)
-
-
-@distributed(world_size=2)
-def test_several_models_and_transformer() -> None:
-    """Two trees in one process; a model of blocks whose order alternates."""
-    first, second = Rows.of("transformer"), Rows.of("called_twice")
-    for _ in range(2):
-        first.zero_grad()
-        second.zero_grad()
-        first.forward_backward()
-        second.forward_backward()
-        first.check()
-        second.check()
-        first.step()
-        second.step()
-    assert any(isinstance(m, TransformerBlock) for m in first.model.modules())

@@ -23,6 +23,7 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.trap(10)
 @pytest.mark.trap(11)
 @every_strategy

@@ -9,6 +9,7 @@ from helpers.rows import in_either_api
 from helpers.transports import over
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("transport", ["1", "0"])
 @pytest.mark.parametrize("api", ["FSDP", "FSDP flat", "fully_shard"])
 @distributed(world_size=2)

@@ -48,6 +48,7 @@ def _models() -> dict[str, Callable[[], Any]]:
     }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("when", ["forward", "backward"])
 @pytest.mark.parametrize("api", ["FSDP", "flat", "fully_shard"])
 @distributed(world_size=2)

@@ -122,6 +122,7 @@ def test_other_wrapping(rank: int, use_orig_params: bool, form: str) -> None:
             assert names == [sorted(g["params"]) for g in expected["param_groups"]]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("strategy", ["NO_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"])
 @pytest.mark.parametrize("form", ["full", "rank0", "sharded"])
 @pytest.mark.parametrize("use_orig_params", [True, False])

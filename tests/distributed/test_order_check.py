@@ -175,6 +175,7 @@ def _orders(differential: Differential) -> tuple[Any, ...]:
     )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("api", ["FSDP", "fully_shard"])
 @pytest.mark.parametrize("where", ["all", "one"])
 @distributed(world_size=2)

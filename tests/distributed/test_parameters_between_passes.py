@@ -110,6 +110,7 @@ def _train(reference: nn.Module, model: Any, schedule: str) -> None:
 SCHEDULE = "bszbbsznnbsznzbs"
 
 
+@pytest.mark.each_value
 @varied(
     units=[{Block}, ()],
     transport=["default", "c10d"],
@@ -129,6 +130,7 @@ def test_penalty_on_weights(
         assert_idle(model)
 
 
+@pytest.mark.each_value
 @varied(strategy=["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"], offloads=[False, True])
 @distributed(world_size=4)
 def test_hybrid_and_offload(strategy: str, offloads: bool) -> None:

@@ -1,4 +1,4 @@
-"""Native placements and exchanges, against slicing and torch.chunk; crc32c.
+"""Native placements as Python sees them, against torch.chunk; crc32c.
 
 Ranks are numbers here: every rank's buffers are in this one process.
 """
@@ -19,23 +19,11 @@ pytestmark = pytest.mark.bookkeeping
 
 SHAPES = [(5, 3), (4,), (), (0, 7), (2, 1, 3), (17,), (1, 6)]
 WORLD_SIZES = (1, 2, 3, 4, 7)
-ALIGNMENTS = ((16, True, True), (16, True, False), (4, False, False))
 
 
-def make_layout(
-    shapes: list[tuple[int, ...]],
-    world_size: int,
-    alignment: tuple[int, bool, bool] = ALIGNMENTS[0],
-) -> Layout:
+def make_layout(shapes: list[tuple[int, ...]], world_size: int) -> Layout:
     params = [(torch.Size(shape).numel(), torch.float32, True) for shape in shapes]
-    itemsize, align_params, align_shards = alignment
-    return Layout(
-        params,
-        world_size,
-        itemsize=itemsize,
-        align_params=align_params,
-        align_shards=align_shards,
-    )
+    return Layout(params, world_size, itemsize=16, align_params=True, align_shards=True)
 
 
 def make_tensors(shapes: list[tuple[int, ...]]) -> list[Tensor]:
@@ -56,91 +44,10 @@ def cut(tensors: list[Tensor], placement: Placement, rank: int) -> list[Tensor]:
     return found
 
 
-def exchange_all(
-    tensors: list[Tensor], held: Placement, needed: Placement, world_size: int
-) -> list[list[Tensor]]:
-    """Play an exchange of all ranks; return the results of each."""
-    items = [(each.itemsize, param, held, needed) for param, each in enumerate(tensors)]
-    prepared, results = [], []
-    for rank in range(world_size):
-        targets = [
-            tensor.new_full((needed.numel(param, rank),), -1)
-            for param, tensor in enumerate(tensors)
-        ]
-        sources = cut(tensors, held, rank)
-        results.append(targets)
-        prepared.append(
-            prepare_exchange(
-                rank, world_size, items, sources, targets, direct_nbytes=24
-            )
-        )
-    for receiver, (_, incoming, copies, _) in enumerate(prepared):
-        copy_tensors(copies)
-        for sender, (outgoing, _, _, _) in enumerate(prepared):
-            sent = [message for peer, message in outgoing if peer == receiver]
-            place = [message for peer, message in incoming if peer == sender]
-            copy_tensors(list(zip(sent, place, strict=True)))
-    for *_, unpacking in prepared:
-        copy_tensors(unpacking)
-    return results
-
-
 def assert_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
     assert len(actual) == len(expected)
     for a, e in zip(actual, expected, strict=True):
         assert torch.equal(a, e), (a, e)
-
-
-# Conversions ----------------------------------------------------------------
-
-
-def ways(layout: Layout, world_size: int) -> dict[str, Placement]:
-    """Return all ways in which the parameters of SHAPES are held or needed."""
-    numels = [torch.Size(shape).numel() for shape in SHAPES]
-    return {
-        "parts": Placement.flat(layout, 0),
-        "rows": Placement.rows(SHAPES, world_size),
-        "first": Placement.on_ranks(numels, 0, 1),
-        "all": Placement.on_ranks(numels, 0, world_size),
-    }
-
-
-@pytest.mark.parametrize("alignment", ALIGNMENTS)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_from_each_way_to_each(
-    world_size: int, alignment: tuple[int, bool, bool]
-) -> None:
-    found = ways(make_layout(SHAPES, world_size, alignment), world_size)
-    tensors = make_tensors(SHAPES)
-    tensors[1] = tensors[1].to(torch.int64)
-    for held_as, held in found.items():
-        for needed_as, needed in found.items():
-            if held_as == "all" and needed_as not in ("parts", "all"):
-                continue
-            results = exchange_all(tensors, held, needed, world_size)
-            for rank, result in enumerate(results):
-                assert_equal(result, cut(tensors, needed, rank))
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_parts_are_those_of_the_flat_tensor(world_size: int) -> None:
-    layout = make_layout(SHAPES, world_size)
-    tensors = make_tensors(SHAPES)
-    _, _, _, _, shard_numel, padded_numel = layout.segments[0]
-    flat = torch.full((padded_numel,), -1.0)
-    for (_, offset, numel), tensor in zip(layout.slots, tensors, strict=True):
-        flat[offset : offset + numel] = tensor.flatten()
-    placement = Placement.flat(layout, 0)
-    for rank, shard in enumerate(flat.split(shard_numel)):
-        for param, begin, end, buffer, offset in placement.pieces:
-            if buffer == rank:
-                part = shard[offset : offset + end - begin]
-                assert torch.equal(part, tensors[param].flatten()[begin:end])
-                assert layout.intersect(param, rank)[:3] == (begin, end, offset)
-                assert placement.numel(param, rank) == end - begin
-    for param in range(len(SHAPES)):
-        owners = [r for r in range(world_size) if placement.numel(param, r) > 0]
-        assert placement.buffers(param) == owners
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -157,23 +64,6 @@ def test_rows_are_those_of_torch_chunk(world_size: int) -> None:
         assert_equal(cut(tensors, rows, rank), expected)
         alone = Placement.rows(SHAPES, world_size, rank=rank)
         assert alone.pieces == [p for p in rows.pieces if p[3] == rank]
-
-
-def test_segments_keep_the_params_of_the_unit() -> None:
-    layout = Layout(
-        [(4, torch.float32, True), (3, torch.int64, False), (2, torch.float32, True)],
-        2,
-        itemsize=16,
-        align_params=False,
-        align_shards=False,
-    )
-    assert [segment[0] for segment in layout.segments] == [torch.float32, torch.int64]
-    assert Placement.flat(layout, 0).pieces == [
-        (0, 0, 3, 0, 0),
-        (0, 3, 4, 1, 0),
-        (2, 0, 2, 1, 1),
-    ]
-    assert Placement.flat(layout, 1).pieces == [(1, 0, 2, 0, 0), (1, 2, 3, 1, 0)]
 
 
 def test_4096_ranks_cost_what_is_read() -> None:
@@ -286,7 +176,16 @@ def test_crc32c_of_tensors_and_buffers() -> None:
 def test_nothing_leaks() -> None:
     def use() -> None:
         layout = make_layout(SHAPES, 3)
-        exchange_all(make_tensors(SHAPES), *list(ways(layout, 3).values())[:2], 3)
+        held = Placement.flat(layout, 0)
+        rows = Placement.rows(SHAPES, 3)
+        whole = make_tensors(SHAPES)
+        items = [(each.itemsize, i, held, rows) for i, each in enumerate(whole)]
+        targets = [each.new_empty(rows.numel(i, 0)) for i, each in enumerate(whole)]
+        sources = cut(whole, held, 0)
+        _, _, copies, _ = prepare_exchange(
+            0, 3, items, sources, targets, direct_nbytes=24
+        )
+        copy_tensors(copies)
         _ = layout.segments, layout.slots, layout.alignment
 
     def fail() -> None:

@@ -143,6 +143,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @pytest.mark.parametrize("loss", list(LOSSES))
@@ -152,6 +153,7 @@ def test_adapters_are_disabled(api: str, strategy: str, loss: str) -> None:
     _train(_with_adapters(api, strategy), LOSSES[loss])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("loss", ["policy first", "chosen and rejected"])
@@ -311,6 +313,7 @@ FREEZES = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @pytest.mark.parametrize("loss", list(FREEZES))

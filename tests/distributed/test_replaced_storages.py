@@ -60,6 +60,7 @@ def _set_data(shards: list[Tensor]) -> None:
 MOVES = {"set": _set, "data": _set_data}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("how", MOVES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("door", DOORS)

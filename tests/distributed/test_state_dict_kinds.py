@@ -91,6 +91,7 @@ def _check_round_trip(make: Callable[[int], tuple[nn.Module, Any]]) -> None:
         assert_same_tensors(f"{kind}", full_state_dict(other), expected, 0.0)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("is_nested", [True, False])
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])

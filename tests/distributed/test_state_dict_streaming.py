@@ -261,7 +261,9 @@ def _impatient_group() -> Iterator[dist.ProcessGroup]:
 
 
 @pytest.mark.bookkeeping
-@pytest.mark.parametrize("has_met", [True, False])
+@pytest.mark.parametrize(
+    "has_met", [True, pytest.param(False, marks=pytest.mark.only_full)]
+)
 @distributed(world_size=3)
 def test_a_rank_that_does_not_call(rank: int, has_met: bool) -> None:
     """The others name the rank, and the call, after the group's timeout.

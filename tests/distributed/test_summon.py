@@ -255,6 +255,7 @@ def test_every_combination_of_replicas(strategy: str, use_orig_params: bool) -> 
         del differential
 
 
+@pytest.mark.each_value
 @every_strategy
 @distributed(world_size=2)
 def test_gradients_set_to_none(rank: int, strategy: str, use_orig_params: bool) -> None:

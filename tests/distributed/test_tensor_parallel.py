@@ -74,7 +74,7 @@ def test_training(hidden: int, reshard_after_forward: bool | None) -> None:
 
 
 @pytest.mark.bookkeeping
-@pytest.mark.parametrize("hidden", [10, 7])
+@pytest.mark.parametrize("hidden", [pytest.param(10, marks=pytest.mark.only_full), 7])
 @distributed(world_size=2)
 def test_one_rank_in_a_dimension(hidden: int) -> None:
     """1 x 2 and 2 x 1."""
@@ -212,7 +212,7 @@ def test_meta_construction_and_conversion(rank: int) -> None:
 
 
 @pytest.mark.bookkeeping
-@pytest.mark.parametrize("hidden", [8, 7])
+@pytest.mark.parametrize("hidden", [pytest.param(8, marks=pytest.mark.only_full), 7])
 @distributed(world_size=4)
 def test_checkpoint_at_another_shape(hidden: int) -> None:
     """Saved at 2 x 2, loaded at 1 x 4 and 4 x 1, optimizer included."""

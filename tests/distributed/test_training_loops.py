@@ -250,6 +250,7 @@ def test_two_models_trained_in_turn(rank: int) -> None:
     assert_idle(judge.model)
 
 
+@pytest.mark.each_value
 @every_strategy
 @distributed(world_size=2)
 @with_model()

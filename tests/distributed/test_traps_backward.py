@@ -38,6 +38,7 @@ class _Chain(nn.Module):
         return x
 
 
+@pytest.mark.each_value
 @pytest.mark.trap(1)
 @every_strategy
 @pytest.mark.parametrize("where", ["one unit", "all units"])
@@ -182,6 +183,7 @@ class _Inside(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
 
 
+@pytest.mark.each_value
 @pytest.mark.trap(7)
 @pytest.mark.parametrize("forward_prefetch", [True, False])
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -199,6 +201,7 @@ def test_recomputation_gathers_once(
     assert _gathers_per_step(differential, 3) <= 2 * 4
 
 
+@pytest.mark.each_value
 @pytest.mark.trap(29)
 @every_strategy
 @pytest.mark.parametrize("frozen", [(0,), (0, 1), (1, 2), (3,)])
@@ -308,6 +311,7 @@ def test_prefetch_for_a_unit_that_backward_does_not_reach(
         differential.train(1)
 
 
+@pytest.mark.each_value
 @pytest.mark.trap(5)
 @every_strategy
 @distributed(world_size=(2, 3, 4))

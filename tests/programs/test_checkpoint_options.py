@@ -141,9 +141,12 @@ def two_optimizers(model: nn.Module) -> list[Any]:
     ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("full", [True, False])
+@pytest.mark.parametrize("flattened", [False, True])
 @distributed(world_size=2, device="cpu", timeout_s=120)
-def test_several_optimizers(use_orig_params: bool) -> None:
+def test_several_optimizers(use_orig_params: bool, full: bool, flattened: bool) -> None:
     """A list of optimizers has one state dict, which sets all of them."""
 
     class Both:
@@ -165,30 +168,28 @@ def test_several_optimizers(use_orig_params: bool) -> None:
         optims = two_optimizers(model)
         train(impl, "mlp", model, Both(optims))
         models[impl] = model, optims
-    for full in (True, False):
-        for flattened in (False, True):
-            options = StateDictOptions(
-                full_state_dict=full, flatten_optimizer_state_dict=flattened
-            )
-            got = {k: get_state_dict(*v, options=options) for k, v in models.items()}
-            assert_alike(got["fsdp_c"][0], got["torch"][0])
-            assert_alike(by_name(got["fsdp_c"][1]), by_name(got["torch"][1]))
-            assert_alike(
-                by_name(got["fsdp_c"][1]), by_name(got["plain"][1]), is_same_form=False
-            )
-            for source in ("fsdp_c", "torch"):
-                model = wrap("fsdp_c", "mlp", seed=1, use_orig_params=use_orig_params)
-                optims = two_optimizers(model)
-                set_state_dict(
-                    model,
-                    optims,
-                    model_state_dict=copy.copy(got[source][0]),
-                    optim_state_dict=got[source][1],
-                    options=options,
-                )
-                now = get_state_dict(model, optims, options=options)
-                assert_alike(now[0], got[source][0])
-                assert_alike(by_name(now[1]), by_name(got[source][1]))
+    options = StateDictOptions(
+        full_state_dict=full, flatten_optimizer_state_dict=flattened
+    )
+    got = {k: get_state_dict(*v, options=options) for k, v in models.items()}
+    assert_alike(got["fsdp_c"][0], got["torch"][0])
+    assert_alike(by_name(got["fsdp_c"][1]), by_name(got["torch"][1]))
+    assert_alike(
+        by_name(got["fsdp_c"][1]), by_name(got["plain"][1]), is_same_form=False
+    )
+    for source in ("fsdp_c", "torch"):
+        model = wrap("fsdp_c", "mlp", seed=1, use_orig_params=use_orig_params)
+        optims = two_optimizers(model)
+        set_state_dict(
+            model,
+            optims,
+            model_state_dict=copy.copy(got[source][0]),
+            optim_state_dict=got[source][1],
+            options=options,
+        )
+        now = get_state_dict(model, optims, options=options)
+        assert_alike(now[0], got[source][0])
+        assert_alike(by_name(now[1]), by_name(got[source][1]))
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])

@@ -102,7 +102,10 @@ def _whole(model: Any, api: str) -> dict[str, Tensor]:
         }
 
 
-@pytest.mark.parametrize("api", ["FSDP", "FSDP flat", "fully_shard"])
+@pytest.mark.parametrize(
+    "api",
+    ["FSDP", pytest.param("FSDP flat", marks=pytest.mark.only_full), "fully_shard"],
+)
 @distributed(world_size=2)
 def test_meanflow(api: str) -> None:
     """Twelve steps of AdamW, and a sample of one step."""

@@ -20,7 +20,7 @@ FACTOR = 4
 GIB = 1 << 30
 
 
-CASES = {"units": 160, "shared": 80, "ignored": 80, "params": 800}
+CASES = {"units": 80, "shared": 40, "ignored": 40, "params": 400}
 
 
 def _measured(measure: str, **sizes: int) -> dict[str, dict[str, list[float]]]:
