@@ -1,7 +1,7 @@
 """Hostile files: refused in words, or loaded exactly; nothing else ever happens.
 
-``FSDP_C_TEST_NUM_FUZZ`` (default 400) sets the number of cases, ``FSDP_C_TEST_SEED``
-shifts their seed. A failure names the case.
+``FSDP_C_TEST_NUM_FUZZ`` sets the number of cases (150, and 400 with ``--full``),
+``FSDP_C_TEST_SEED`` shifts their seed. A failure names the case.
 """
 
 import contextlib
@@ -31,6 +31,13 @@ from helpers.seeds import seed_of
 pytestmark = pytest.mark.bookkeeping
 
 NUM_RANKS = 3
+numbers_of_cases = pytest.mark.parametrize(
+    "num_cases",
+    [
+        int(os.environ.get("FSDP_C_TEST_NUM_FUZZ", "150")),
+        pytest.param(400, marks=pytest.mark.only_full),
+    ],
+)
 # What only our own mistakes raise.
 INTERNAL = re.compile(
     r"\b(KeyError|TypeError|AttributeError|IndexError|AssertionError|RecursionError|"
@@ -314,9 +321,9 @@ def _check(run: _Run, path: Path, how: str) -> bool:
     return was_refused
 
 
+@numbers_of_cases
 @distributed(world_size=1, timeout_s=1200.0)
-def test_hostile_files(tmp_path: Path) -> None:
-    num_cases = int(os.environ.get("FSDP_C_TEST_NUM_FUZZ", "400"))
+def test_hostile_files(tmp_path: Path, num_cases: int) -> None:
     run = _Run(tmp_path)
     checkpoint.save(tmp_path / "before", run.model, run.optim, scheduler=run.scheduler)
     (tmp_path / "secret").write_text("secret")
@@ -360,10 +367,11 @@ def _mutate_set(folder: Path, numbers: random.Random) -> None:
     path.write_bytes(data)
 
 
+@numbers_of_cases
 @distributed(world_size=1, timeout_s=600.0)
-def test_hostile_sets(tmp_path: Path) -> None:
+def test_hostile_sets(tmp_path: Path, num_cases: int) -> None:
     """Files to import have no checksums: refused in words, or read as they say."""
-    num_cases = int(os.environ.get("FSDP_C_TEST_NUM_FUZZ", "400")) // 2
+    num_cases //= 2
     run = _Run(tmp_path)
     good = tmp_path / "set"
     checkpoint.export(tmp_path / "good", good, max_shard_size=1000)

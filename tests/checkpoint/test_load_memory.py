@@ -38,7 +38,9 @@ def _peak_nbytes(call: Callable[[], Any]) -> int:
 
 
 @pytest.mark.cpu_only("memory of the process, of which the device's is a part there")
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize(
+    "use_orig_params", [True, pytest.param(False, marks=pytest.mark.only_full)]
+)
 @distributed(world_size=2, timeout_s=120.0)
 def test_peaks(
     rank: int, world_size: int, tmp_path: Path, use_orig_params: bool

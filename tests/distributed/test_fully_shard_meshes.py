@@ -213,7 +213,6 @@ def test_named_dimensions(
 def test_named_dimensions_of_two_ranks() -> None:
     """One rank in a dimension, parts of different sizes, other dimensions."""
     with groups_kept():
-        train_and_check(SpmdRows({"dp": 1, "tp": 2}, ("dp",)))
         train_and_check(SpmdRows({"dp": 2, "tp": 1}, ("dp",), hidden=7))
         train_and_check(
             SpmdRows(
@@ -494,7 +493,7 @@ def test_expert_parallel(rank: int, in_blocks: bool) -> None:
     [
         "meshes",
         pytest.param("experts", marks=pytest.mark.only_full),
-        "experts_in_blocks",
+        pytest.param("experts_in_blocks", marks=pytest.mark.only_full),
     ],
 )
 @distributed(world_size=4)

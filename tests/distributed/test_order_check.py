@@ -291,7 +291,9 @@ def _is_dead(rank: int, world_size: int) -> None:
     [
         pytest.param(_skips_in_eval, 3, marks=pytest.mark.only_full),
         (_skips_in_training, 2),
-        (_is_dead, 3),
+        pytest.param(
+            _is_dead, 3, marks=pytest.mark.only_full
+        ),  # in a push: test_failures.py
     ],
 )
 def test_post_mortem(world_size: int, body: Callable[..., None]) -> None:

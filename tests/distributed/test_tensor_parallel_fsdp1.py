@@ -1,23 +1,18 @@
 """FullyShardedDataParallel over parameters that are DTensors of a tensor mesh."""
 
 import copy
-import functools
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, StateDictType
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_c import FullyShardedDataParallel as FSDP
@@ -27,68 +22,15 @@ from helpers.groups import device_under_test, groups_destroyed
 from helpers.seeds import seeded
 from helpers.shared_folder import shared_folder
 from helpers.tensor_parallel import (
-    ParallelBlock,
+    MAKERS,
     ParallelFlat,
     ParallelModel,
-    make_rows,
+    make_flat,
     parallelize,
     shared_step,
     tokens,
-    train_and_check,
     two_meshes,
 )
-
-
-def adamw(params: Any) -> torch.optim.Optimizer:
-    """Return AdamW without weight decay, as flat parameters have padding."""
-    return torch.optim.AdamW(params, lr=0.01)
-
-
-def check_training(num_dp: int, num_tp: int, hidden: int, **options: Any) -> None:
-    """Train a model over the mesh and the unsharded one."""
-    build = functools.partial(ParallelModel, hidden=hidden)
-    with groups_destroyed():
-        both = ParallelFlat(num_dp, num_tp, build=build, optimizer=adamw, **options)
-        train_and_check(both)
-        both.clip(0.01, float("inf"))
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("hidden", [10, 7])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-@distributed(world_size=4)
-def test_training(use_orig_params: bool, hidden: int, strategy: str) -> None:
-    """2 x 2, with parts of equal and of different sizes."""
-    check_training(
-        2,
-        2,
-        hidden,
-        use_orig_params=use_orig_params,
-        sharding_strategy=ShardingStrategy[strategy],
-    )
-
-
-@pytest.mark.bookkeeping
-@pytest.mark.parametrize(
-    "use_orig_params", [True, pytest.param(False, marks=pytest.mark.only_full)]
-)
-@distributed(world_size=2)
-def test_one_rank_in_a_dimension(use_orig_params: bool) -> None:
-    """1 x 2 and 2 x 1."""
-    check_training(1, 2, 7, use_orig_params=use_orig_params)
-    check_training(2, 1, 7, use_orig_params=use_orig_params)
-
-
-def make_2d(
-    num_dp: int, num_tp: int, *, hidden: int = 7, seed: int = 0, **options: Any
-) -> Any:
-    """Return a wrapped model over the mesh, of values by ``seed``."""
-    dp, tp = two_meshes(num_dp, num_tp)
-    torch.manual_seed(seed)
-    model = parallelize(ParallelModel(hidden=hidden), tp)
-    policy = ModuleWrapPolicy({ParallelBlock})
-    return FSDP(model, device_mesh=dp, auto_wrap_policy=policy, **options)
 
 
 def full_tensors(state: Any) -> Any:
@@ -113,7 +55,7 @@ def test_state_dicts(use_orig_params: bool, kind: str) -> None:
     with groups_destroyed():
         torch.manual_seed(0)
         reference = ParallelModel(hidden=7)
-        model = make_2d(2, 2, use_orig_params=use_orig_params)
+        model = make_flat(2, 2, use_orig_params=use_orig_params)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         FSDP.set_state_dict_type(model, StateDictType[kind])
         state = model.state_dict()
@@ -130,7 +72,7 @@ def test_state_dicts(use_orig_params: bool, kind: str) -> None:
         assert moment.shape == reference.blocks[0].up.weight.shape
         loss = shared_step(model, optimizer, seed=1)
         after = full_tensors(model.state_dict())
-        other = make_2d(2, 2, use_orig_params=use_orig_params, seed=1)
+        other = make_flat(2, 2, use_orig_params=use_orig_params, seed=1)
         FSDP.set_state_dict_type(other, StateDictType[kind])
         other_optimizer = torch.optim.AdamW(other.parameters(), lr=0.01)
         # The meshes differ in their names only.
@@ -168,60 +110,19 @@ def moved(value: Any, like: Any) -> Any:
 
 
 @pytest.mark.bookkeeping
-@pytest.mark.parametrize(
-    "use_orig_params", [True, pytest.param(False, marks=pytest.mark.only_full)]
-)
-@distributed(world_size=4)
-def test_checkpoint_at_another_shape(use_orig_params: bool) -> None:
-    """Through get_state_dict and torch.distributed.checkpoint, at 2 x 2 and 4 x 1."""
-    with groups_destroyed(), shared_folder() as folder:
-        model = make_2d(2, 2, hidden=8, use_orig_params=use_orig_params)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        shared_step(model, optimizer, seed=0)
-        state, optim_state = get_state_dict(model, optimizer)
-        path = Path(folder) / "checkpoint"
-        dcp.save({"model": state, "optim": optim_state}, checkpoint_id=path)
-        loss = shared_step(model, optimizer, seed=1)
-        other = make_2d(4, 1, hidden=8, seed=1, use_orig_params=use_orig_params)
-        optimizer = torch.optim.AdamW(other.parameters(), lr=0.01)
-        state, optim_state = get_state_dict(other, optimizer)
-        loaded = {"model": state, "optim": optim_state}
-        dcp.load(loaded, checkpoint_id=path)
-        set_state_dict(
-            other,
-            optimizer,
-            model_state_dict=loaded["model"],
-            optim_state_dict=loaded["optim"],
-        )
-        torch.testing.assert_close(shared_step(other, optimizer, seed=1), loss)
-
-
-MAKERS: dict[str, Any] = {
-    "flat": functools.partial(make_2d, use_orig_params=False),
-    "orig": functools.partial(make_2d, use_orig_params=True),
-    "no_shard": functools.partial(
-        make_2d,
-        use_orig_params=True,
-        sharding_strategy=ShardingStrategy.NO_SHARD,
-    ),
-    "rows": make_rows,
-}
-
-
-@pytest.mark.bookkeeping
 @pytest.mark.each_value
 @pytest.mark.parametrize("shape", [(1, 4), (2, 2), (4, 1)])
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [
-        ("flat", "no_shard"),
-        ("orig", "rows"),
-        ("rows", "flat"),
-        ("no_shard", "orig"),
-        ("flat", "orig"),
-        ("flat", "rows"),
-        ("orig", "flat"),
-        ("rows", "orig"),
+        ("FSDP flat", "NO_SHARD"),
+        ("FSDP", "fully_shard"),
+        ("fully_shard", "FSDP flat"),
+        ("NO_SHARD", "FSDP"),
+        ("FSDP flat", "FSDP"),
+        ("FSDP flat", "fully_shard"),
+        ("FSDP", "FSDP flat"),
+        ("fully_shard", "FSDP"),
     ],
 )
 @distributed(world_size=4)
@@ -239,7 +140,7 @@ def test_own_checkpoint_at_another_shape(
         loss = shared_step(model, optimizer, seed=1)
         other = MAKERS[loaded](*shape, seed=1)
         optimizer = torch.optim.AdamW(other.parameters(), lr=0.5)
-        if loaded != "flat":  # memory of a state that goes
+        if loaded != "FSDP flat":  # memory of a state that goes
             shared_step(other, optimizer, seed=3)
         checkpoint.load(path, other, optimizer)
         assert_equal(get_model_state_dict(other), expected)
@@ -250,7 +151,9 @@ def test_own_checkpoint_at_another_shape(
 def test_summon_apply_and_sync(rank: int, world_size: int) -> None:
     """Writes through DTensors are kept; rank 0's values reach its group."""
     with groups_destroyed():
-        model = make_2d(2, 2, sync_module_states=True, seed=rank, use_orig_params=True)
+        model = make_flat(
+            2, 2, sync_module_states=True, seed=rank, use_orig_params=True
+        )
         with FSDP.summon_full_params(model):
             whole = {n: p.to_local().clone() for n, p in model.named_parameters()}
             gathered: list[Any] = [None] * world_size
@@ -343,7 +246,7 @@ def test_summon_while_gradients_accumulate(
 def test_refusals() -> None:
     """A copy, and a mesh of another mesh."""
     with groups_destroyed():
-        model = make_2d(1, 2)
+        model = make_flat(1, 2)
         with pytest.raises(RuntimeError, match="cannot be copied"):
             copy.deepcopy(model)
         _, tp = two_meshes(1, 2)

@@ -1,5 +1,6 @@
 """Models on a mesh of data and tensor parallel ranks, beside the unsharded ones."""
 
+import functools
 import itertools
 import math
 import random
@@ -23,7 +24,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from fsdp_c import FullyShardedDataParallel, fully_shard
+from fsdp_c import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from helpers.groups import device_under_test, kept_mesh
 from helpers.models import VOCAB, Inputs
 from helpers.random_programs import Node
@@ -242,6 +243,31 @@ def make_rows(
     dp, tp = two_meshes(num_dp, num_tp)
     torch.manual_seed(seed)
     return shard_blocks(parallelize(ParallelModel(hidden=hidden), tp), dp, **options)
+
+
+def make_flat(
+    num_dp: int, num_tp: int, *, hidden: int = 7, seed: int = 0, **options: Any
+) -> Any:
+    """Return the same of ``FullyShardedDataParallel``."""
+    dp, tp = two_meshes(num_dp, num_tp)
+    torch.manual_seed(seed)
+    model = parallelize(ParallelModel(hidden=hidden), tp)
+    policy = ModuleWrapPolicy({ParallelBlock})
+    return FullyShardedDataParallel(
+        model, device_mesh=dp, auto_wrap_policy=policy, **options
+    )
+
+
+MAKERS: dict[str, Callable[..., Any]] = {
+    "FSDP": functools.partial(make_flat, use_orig_params=True),
+    "FSDP flat": functools.partial(make_flat, use_orig_params=False),
+    "NO_SHARD": functools.partial(
+        make_flat,
+        use_orig_params=True,
+        sharding_strategy=ShardingStrategy.NO_SHARD,
+    ),
+    "fully_shard": make_rows,
+}
 
 
 def shared_step(

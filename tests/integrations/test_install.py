@@ -1,7 +1,6 @@
 """install(), uninstall(), installed(): what changes, and that all of it goes back."""
 
 import importlib
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from fsdp_c.integrations import huggingface
 from fsdp_c.integrations._import_hook import ImportHook
 from fsdp_c.integrations._patch import Patch
 from fsdp_c.integrations._swap import PATCHES
+from helpers.programs import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCH_CLASS = torch_module.FullyShardedDataParallel
@@ -171,21 +171,7 @@ def test_who_had_fsdp_c_before_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_without_the_libraries() -> None:
     """The module imports, torch's names are exchanged, nothing else is imported."""
-    program = (
-        "import sys\n"
-        "for name in ('accelerate', 'transformers', 'peft'):\n"
-        "    sys.modules[name] = None\n"
-        "from fsdp_c.integrations import huggingface\n"
-        "huggingface.install()\n"
-        "from torch.distributed.fsdp import FullyShardedDataParallel\n"
-        "import fsdp_c\n"
-        "assert FullyShardedDataParallel is fsdp_c.FSDP\n"
-        "huggingface.uninstall()\n"
-        "import torch.distributed.fsdp as package\n"
-        "assert package.FullyShardedDataParallel is not fsdp_c.FSDP\n"
-        "assert FullyShardedDataParallel is not fsdp_c.FSDP  # of __main__\n"
-    )
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+    run_program("helpers.without_libraries")
 
 
 # The machinery, with modules made here ---------------------------------------

@@ -107,13 +107,13 @@ def test_bits_of_torch(
         assert torch.equal(one, other)
 
 
-@distributed(world_size=4, timeout_s=120)
+@distributed(world_size=2, timeout_s=120)
 def test_checkpoint(rank: int, tmp_path: Path) -> None:
-    """What two ranks save, four load: float8 weights have their fp32 values."""
+    """What one rank saves, two load: float8 weights have their fp32 values."""
     with groups_destroyed():
-        mesh = DeviceMesh(TEST_DEVICE, [0, 1])
+        mesh = DeviceMesh(TEST_DEVICE, [0])
         expected: list[Any] = [None]
-        if rank < 2:
+        if rank == 0:
             model = _make_model(fully_shard, emulate=True, mesh=mesh)
             optimizer, _ = _train(model, rank, precompute=True)
             expected = [[p.detach().full_tensor() for p in model.parameters()]]

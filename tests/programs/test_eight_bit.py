@@ -36,6 +36,7 @@ LR = 0.01
 
 # What FullyShardedDataParallel shards: original or flat parameters; or fully_shard.
 DOORS = ("originals", "flat", "rows")
+_DOORS = [pytest.param("flat", marks=pytest.mark.only_full), "originals", "rows"]
 OPTIMIZERS = ("AdamW8bit", "AdamW4bit", "AdamWFp8")
 
 
@@ -214,7 +215,7 @@ def test_resumes_bit_for_bit(
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("optimizer", ["AdamW8bit", "AdamW4bit"])
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("door", _DOORS)
 @distributed(world_size=3, timeout_s=240)
 def test_torch_checkpoint(rank: int, tmp_path: Path, door: str, optimizer: str) -> None:
     """torch.distributed.checkpoint: the class stays, on other numbers of ranks too.
@@ -247,9 +248,7 @@ def test_torch_checkpoint(rank: int, tmp_path: Path, door: str, optimizer: str) 
                 expected.check(step, out, rank, size)
 
 
-@pytest.mark.parametrize(
-    "door", [pytest.param("flat", marks=pytest.mark.only_full), "originals", "rows"]
-)
+@pytest.mark.parametrize("door", _DOORS)
 @distributed(world_size=2, timeout_s=120)
 def test_full_state_dict(rank: int, door: str) -> None:
     """Values come out, and go into a fresh optimizer in its own class."""
