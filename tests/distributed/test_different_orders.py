@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from helpers.distributed import distributed, every_strategy
-from helpers.groups import hybrid_groups
-from helpers.impl import fsdp
 from helpers.models import BATCH, DIM, Block, vectors
 from helpers.orders import debugging
 from helpers.reference import Differential, Inputs
@@ -131,25 +129,6 @@ def _failure(model: nn.Module, path: tuple[int, ...]) -> str:
     with pytest.raises(RuntimeError) as caught:
         model(x, torch.tensor(path, dtype=torch.long)).sum().backward()
     return str(caught.value)
-
-
-@distributed(world_size=4)
-def test_replicas_are_refused(rank: int) -> None:
-    """Other shard groups would not learn of the difference."""
-    with hybrid_groups(2, 2) as groups, debugging("INFO"):
-        model = fsdp(
-            _build(),
-            process_group=groups,
-            strategy="HYBRID_SHARD",
-            units={Block},
-            use_orig_params=True,
-        )
-        x = torch.ones(BATCH, DIM, dtype=torch.float64)
-        model(x, torch.arange(NUM_BLOCKS)).sum().backward()
-        message = _failure(model, (3, 2) if rank % 2 else (0, 1))
-        assert "some units have shards and replicas" in message
-        assert "blocks.0" in message
-        del model
 
 
 @distributed(world_size=2)

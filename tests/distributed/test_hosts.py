@@ -122,7 +122,6 @@ def test_fully_shard_on_two_hosts(rank: int) -> None:
     ("hosts", "why"),
     [
         ("aab", "the group's 2 hosts hold different numbers of its ranks"),
-        ("aba", "the group's 2 hosts hold different numbers of its ranks"),
         ("abc", "each of the group's 3 hosts holds one of its ranks"),
     ],
 )

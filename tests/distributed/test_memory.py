@@ -21,7 +21,7 @@ from helpers.groups import hybrid_groups
 from helpers.impl import BackwardPrefetch, MixedPrecision, ShardingStrategy, fsdp
 from helpers.models import CASES, Block, loss_of, vectors
 from helpers.seeds import generator
-from helpers.transports import c10d_only, num_scratches
+from helpers.transports import num_scratches
 
 ALIGNMENT_NBYTES = 16
 SEGMENT_ALIGNMENT_NBYTES = 256
@@ -326,61 +326,6 @@ def test_what_is_kept_for_backward(rank: int, world_size: int) -> None:
         assert [(p.data_ptr(), p.shape) for p in model.parameters()] == before
 
 
-@pytest.mark.cpu_only("the scratch is gloo's")
-@distributed(world_size=(2, 3))
-def test_scratch_of_the_largest_unit(rank: int, world_size: int) -> None:
-    """As much as the largest unit needs, from the first step on."""
-    (x,) = vectors(generator(rank))
-    for hiddens in ([4, 30, 9], [30, 4, 30, 9, 4, 30]):
-        blocks = [Block(6, hidden) for hidden in hiddens]
-        largest = _block_nbytes(Block(6, 30).parameters(), world_size)
-        model = fsdp(nn.Sequential(*blocks), units={Block}, use_orig_params=True)
-        with c10d_only():
-            assert _memory_stats(model)["scratch_nbytes"] == 0
-            for _ in range(3):
-                loss_of(model(x)).backward()
-                scratch = _scratch_nbytes(largest, world_size)
-                assert _memory_stats(model)["scratch_nbytes"] == scratch
-
-
-@pytest.mark.cpu_only("the scratch is gloo's")
-@distributed(world_size=(2, 3))
-def test_scratch_of_one_unit_of_several_dtypes(rank: int, world_size: int) -> None:
-    """Its segments lie at 256-byte steps."""
-    case = CASES["mixed_dtype"]
-    module = case.build()
-    shards = _trainable_shards(module, world_size)
-    assert len(shards) > 1
-    need = _in_block(nbytes * (world_size - 1) for nbytes in shards)
-    model = fsdp(module, use_orig_params=True)
-    inputs = case.inputs(generator(rank))
-    with c10d_only():
-        for _ in range(2):
-            loss_of(model(*inputs)).backward()
-            assert _memory_stats(model)["scratch_nbytes"] == need
-
-
-@distributed(world_size=(2, 3))
-def test_no_scratch_in_shared_memory(rank: int) -> None:
-    """The sum is made where the pieces come in."""
-    (x,) = vectors(generator(rank))
-    model = _chain(4)
-    for _ in range(2):
-        loss_of(model(x)).backward()
-    assert num_scratches() == 0
-    assert _memory_stats(model)["scratch_nbytes"] == 0
-
-
-@distributed(world_size=2)
-def test_no_scratch_without_shards(rank: int) -> None:
-    """NO_SHARD reduces in place."""
-    (x,) = vectors(generator(rank))
-    model = _chain(4, sharding_strategy=ShardingStrategy.NO_SHARD)
-    for _ in range(2):
-        loss_of(model(x)).backward()
-    assert _memory_stats(model)["scratch_nbytes"] == 0
-
-
 @distributed(world_size=2)
 def test_arena_in_bf16_is_half(rank: int, world_size: int) -> None:
     """Unsharded parameters and gradients take two bytes per element, shards four.
@@ -533,46 +478,6 @@ def test_partial_sums_of_several_dtypes(rank: int, world_size: int) -> None:
     with model.no_sync(sharded=True):
         loss_of(model(*case.inputs(generator(rank)))).backward()
     assert _memory_stats(model)["partial_grad_nbytes"] == _in_block(shards)
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-@distributed(world_size=(2, 3))
-def test_cleared_gradients_are_freed(rank: int, world_size: int, strategy: str) -> None:
-    """At the next forward, unit by unit; zeroed ones stay."""
-    depth = 4
-    (x,) = vectors(generator(rank))
-    model = _chain(depth, sharding_strategy=ShardingStrategy[strategy])
-    num_shards = 1 if strategy == "NO_SHARD" else world_size
-    shard = _shard_nbytes(Block(6, 10).parameters(), num_shards)
-
-    def grad_nbytes() -> int:
-        return _memory_stats(model)["grad_shard_nbytes"]
-
-    assert grad_nbytes() == 0
-    for _ in range(2):
-        loss_of(model(x)).backward()
-        assert grad_nbytes() == depth * shard
-        model.zero_grad(set_to_none=True)
-        assert grad_nbytes() == depth * shard
-        loss = loss_of(model(x))
-        assert grad_nbytes() == 0
-        loss.backward()
-        assert grad_nbytes() == depth * shard
-        model.zero_grad(set_to_none=False)
-        model(x)
-        assert grad_nbytes() == depth * shard
-        with torch.no_grad():
-            model.zero_grad(set_to_none=True)
-            model(x)
-        assert grad_nbytes() == 0
-    # What is left of a unit's gradients keeps the unit's shard.
-    loss_of(model(x)).backward()
-    kept = next(p for p in model.blocks[1].parameters() if p.grad is not None)
-    for param in model.parameters():
-        if param is not kept:
-            param.grad = None
-    model(x)
-    assert grad_nbytes() == shard
 
 
 @distributed(world_size=2)

@@ -41,7 +41,6 @@ from helpers.transports import c10d_only, num_scratches
 VOCABULARY, WIDTH, NUM_STEPS = 37, 20, 4
 
 
-ON_HOST = TEST_DEVICE == "cpu"
 ON_CPU = pytest.mark.skipif(
     TEST_DEVICE != "cpu", reason="counts what gloo's calls carry"
 )

@@ -89,34 +89,3 @@ def test_many_units(strategy: str) -> None:
         lambda: MLP(num_blocks=12), True, strategy=strategy, forward_prefetch=True
     )
     differential.train(3)
-
-
-class _Early(nn.Module):
-    """Also returns what the first block gives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-
-    def forward(self, x: Any) -> Any:
-        early = self.blocks[0](x)
-        x = early
-        for block in self.blocks[1:]:
-            x = block(x)
-        return {"early": early, "late": x}
-
-
-@pytest.mark.trap(9)
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@distributed(world_size=2)
-def test_backward_of_a_part(rank: int, world_size: int, use_orig_params: bool) -> None:
-    """Only the first unit takes part in backward; what was prefetched is dropped."""
-    differential = _differential(_Early, use_orig_params)
-    for part in ("early", "late", "early", "late"):
-        differential.zero_grad()
-        batches = differential.batches()
-        for batch in batches:
-            out = differential.reference(*batch)[part]
-            (out.square().mean() / world_size).backward()
-        differential.model(*batches[rank])[part].square().mean().backward()
-        differential.checked_step()
