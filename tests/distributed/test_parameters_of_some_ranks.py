@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.distributed import distributed, every_strategy
-from helpers.models import DIM, vectors
+from helpers.distributed import STRATEGIES, distributed
+from helpers.models import DIM
 from helpers.reference import Differential, Inputs
-from helpers.rows import Rows, shard_units
+from helpers.rows import Rows, in_either_api
 from helpers.seeds import seeded
 from helpers.transports import OWN, over
 
@@ -61,46 +61,25 @@ class SomeRanks(Differential):
         unused = uses.sum(0) == 0
         lucky = torch.randint(len(batches), (NUM_BLOCKS,), generator=generator)
         uses[lucky[unused], unused.nonzero().flatten()] = 1
-        return [
-            (x.double(), mine)
-            for (x,), mine in zip(batches, uses.unbind(), strict=True)
-        ]
+        return [(x, mine) for (x,), mine in zip(batches, uses.unbind(), strict=True)]
 
 
 class SomeRanksRows(SomeRanks, Rows):
     """The same under ``fully_shard``."""
 
 
-def _build() -> nn.Module:
-    return Optional().double()
-
-
 @pytest.mark.each_value
-@every_strategy
 @pytest.mark.parametrize("transport", [OWN, "c10d"])
+@pytest.mark.parametrize("api", ["FSDP", "FSDP flat", "fully_shard"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(world_size=(2, 3))
-def test_training(strategy: str, transport: str, use_orig_params: bool) -> None:
+def test_training(strategy: str, api: str, transport: str) -> None:
     """Gradients and parameters are the unsharded model's after every step."""
     with over(transport):
-        differential = SomeRanks.of_units(
-            _build, {Pair}, strategy=strategy, use_orig_params=use_orig_params
+        differential = in_either_api(
+            api, Optional, {Pair}, strategy=strategy, kinds=(SomeRanks, SomeRanksRows)
         )
         differential.train(NUM_STEPS)
-        differential.run("znsu")
-        del differential
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("transport", [OWN, "c10d"])
-@pytest.mark.parametrize("reshards", [True, False])
-@distributed(world_size=(2, 3))
-def test_fully_shard(transport: str, reshards: bool) -> None:
-    """DTensors have the same gradients."""
-    with over(transport):
-        differential = SomeRanksRows(
-            _build,
-            lambda model: shard_units(model, {Pair}, reshard_after_forward=reshards),
-            vectors,
-        )
-        differential.train(NUM_STEPS)
+        if api != "fully_shard":
+            differential.run("znsu")
         del differential

@@ -329,69 +329,6 @@ def test_autograd_grad_of_parameters_is_refused_or_local(
     differential.train(2)
 
 
-class _Switched(nn.Module):
-    """Blocks that all run; which of them the output depends on changes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.used: tuple[int, ...] = (0, 1, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for index, block in enumerate(self.blocks):
-            out = block(x)
-            x = out if index in self.used else x
-        return x
-
-
-@pytest.mark.each_value
-@pytest.mark.trap(1)
-@every_strategy
-@distributed(world_size=RANKS)
-@with_model(_Switched, {Block})
-def test_units_without_backward_in_some_steps(differential: Differential) -> None:
-    """All ranks leave the same unit's output unused; the next step uses it again."""
-    both: tuple[Any, ...] = (differential.reference, differential.model.module)
-    for used in ((0, 1, 2), (0, 2), (1,), (2,), (0, 1, 2), (0,)):
-        for model in both:
-            model.used = used
-        differential.zero_grad()
-        differential.forward_backward()
-        assert_idle(differential.model)
-        differential.checked_step()
-
-
-class _Experts(nn.Module):
-    """Layers of which a call uses one."""
-
-    def __init__(self, num_experts: int) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(num_experts))
-
-    def forward(self, x: Tensor, expert: Tensor) -> Tensor:
-        return self.experts[int(expert)](x)
-
-
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@distributed(world_size=RANKS)
-def test_ranks_use_different_parameters_of_a_unit(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
-    """A parameter that some ranks do not use counts as zero there."""
-    differential = Differential.of_units(
-        lambda: _Experts(world_size), (), use_orig_params=use_orig_params
-    )
-    for step in range(3):
-        differential.zero_grad()
-        for index, (batch,) in enumerate(differential.batches()):
-            expert = torch.tensor((index + step) % world_size)
-            out = differential.reference(batch, expert)
-            (loss_of(out) / world_size).backward()
-            if index == rank:
-                loss_of(differential.model(batch, expert)).backward()
-        differential.checked_step()
-
-
 @varied(use_orig_params=[True, False])
 @distributed(world_size=2)
 @with_model()

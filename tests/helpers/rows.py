@@ -174,22 +174,24 @@ def in_either_api(
     *,
     strategy: str = "FULL_SHARD",
     keeps_root: bool = False,
+    kinds: tuple[type[Differential], type[Rows]] = (Differential, Rows),
 ) -> Differential:
     """Shard by "FSDP" (with original parameters), "FSDP flat" or "fully_shard".
 
     ``fully_shard`` reshards where ``strategy`` is FULL_SHARD. With ``keeps_root`` the
     root does not, so what autograd saved of its parameters is there in backward.
+    ``kinds`` are the classes of either API.
     """
     if api == "fully_shard":
         reshards = None if keeps_root else True
         if strategy != "FULL_SHARD":
             reshards = False
-        return Rows(
+        return kinds[1](
             build,
             lambda module: shard_units(module, units, reshard_after_forward=reshards),
             make_batch,
         )
-    return Differential.of_units(
+    return kinds[0].of_units(
         lambda: build().double(),
         units,
         lambda generator: as_double(make_batch(generator)),
