@@ -68,7 +68,6 @@ class SomeRanksRows(SomeRanks, Rows):
     """The same under ``fully_shard``."""
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("transport", [OWN, "c10d"])
 @pytest.mark.parametrize("api", ["FSDP", "FSDP flat", "fully_shard"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
