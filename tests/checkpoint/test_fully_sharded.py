@@ -163,7 +163,6 @@ def _changed(model: nn.Module) -> nn.Module:
 
 # What saves and what loads; between the others: test_resume.py.
 _COMMON = (
-    ("rows", "columns"),
     ("rows", "flat"),
     ("columns", "originals"),
     ("originals", "rows"),

@@ -156,6 +156,7 @@ def test_mixed_precision() -> None:
 
 
 @pytest.mark.bookkeeping
+@pytest.mark.only_full
 @distributed(world_size=2, timeout_s=TIMEOUT_S)
 def test_evaluation_between_steps() -> None:
     """Grad mode and training mode are guarded: one more graph, then none."""

@@ -219,8 +219,8 @@ def test_killed_in_another_replica(trial: Trial, place: str) -> None:
 
 @_cases(
     "place",
-    usual={"shm": ("forward",), "c10d": ("forward",)},
-    rare={"shm": ("state_dict",), "c10d": ("state_dict",)},
+    usual={"shm": ("forward",)},
+    rare={"shm": ("state_dict",), "c10d": ("forward", "state_dict")},
 )
 def test_stopped(trial: Trial, place: str) -> None:
     for report in trial.survivors("stop", place).values():

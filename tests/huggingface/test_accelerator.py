@@ -251,7 +251,9 @@ def _save_and_load_state(
         del loop, model
 
 
-@pytest.mark.parametrize("case", [(KINDS[0], 1), (KINDS[1], 1), (KINDS[1], 2)])
+@pytest.mark.parametrize(
+    "case", cases([(KINDS[0], 1), (KINDS[1], 1), (KINDS[1], 2)], [(KINDS[1], 1)])
+)
 @on_ranks(world_size=WORLD, timeout_s=TIMEOUT_S)
 def test_save_pretrained(rank: int, case: tuple[str, int]) -> None:
     from safetensors.torch import load_file

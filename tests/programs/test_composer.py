@@ -112,7 +112,9 @@ def on_cpu(rank: int, world_size: int) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("full", marks=pytest.mark.only_full), "sharded"]
+)
 @distributed(world_size=2, device="cpu", timeout_s=300)
 def test_fit_save_resume(rank: int, world_size: int, kind: str) -> None:
     composer()

@@ -247,6 +247,7 @@ def test_weights(rank: int, strategy: str, checkpointing: str, *, thawed: bool) 
     )
 
 
+@pytest.mark.only_full
 @pytest.mark.parametrize("checkpointing", ["none", "both"])
 @distributed(world_size=(2, 4))
 def test_hybrid_shard(rank: int, world_size: int, checkpointing: str) -> None:

@@ -24,7 +24,9 @@ def whole(trainer: Any) -> dict[str, Tensor]:
     return {name.removeprefix("net."): value for name, value in state.items()}
 
 
-@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("full", marks=pytest.mark.only_full), "sharded"]
+)
 @distributed(world_size=2, device="cpu", timeout_s=300)
 def test_fit_save_resume(rank: int, world_size: int, kind: str) -> None:
     def trainer_until(steps: int, folder: Any) -> Any:

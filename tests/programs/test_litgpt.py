@@ -21,7 +21,9 @@ from helpers.reference import assert_same_tensors
 from helpers.shared_folder import shared_folder
 
 
-@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("full", marks=pytest.mark.only_full), "sharded"]
+)
 @distributed(world_size=2, device="cpu", timeout_s=300)
 def test_train_save_resume(rank: int, world_size: int, kind: str) -> None:
     """litgpt.pretrain's way to save and resume."""
