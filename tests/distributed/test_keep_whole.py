@@ -208,6 +208,32 @@ def test_local_state_dicts_are_refused() -> None:
         load(kept, LOCAL, state)
 
 
+@distributed(world_size=2)
+def test_local_optimizer_states_of_another_order_are_refused(rank: int) -> None:
+    """Ranks hold the same elements, rank 1 two parameters in another order."""
+
+    def make(whole: str) -> tuple[Any, Any]:
+        layers = [nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)]
+        module = nn.Sequential(*layers, nn.Linear(4, 2, bias=False))
+        keep_whole(module, lambda name, _: True if name in (whole, "2.weight") else 2)
+        model = fsdp(module, use_orig_params=False)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    saved = []
+    places = []
+    for whole in ("0.weight", "1.weight", "0.weight"):
+        model, optim = make(whole)
+        with FSDP.state_dict_type(model, LOCAL):
+            saved.append(FSDP.optim_state_dict(model, optim))
+            places.append([slot[1] for slot in model._sharded.unit.slots])
+            if whole == "1.weight" and rank == 1:
+                with pytest.raises(ValueError, match=r"at \d+ of its shard"):
+                    FSDP.optim_state_dict_to_load(model, optim, saved[0])
+    assert places[0] == places[2] != places[1]
+    with FSDP.state_dict_type(model, LOCAL):
+        FSDP.optim_state_dict_to_load(model, optim, saved[0])
+
+
 def _trained(kept: str | None, group: Any = None) -> tuple[Any, Any]:
     case = CASES["transformer"]
     torch.manual_seed(5)

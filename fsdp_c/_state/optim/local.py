@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fsdp_c._state.optim.classes import cloned, rewrapped, special_tensor
 from fsdp_c._state.optim.keys import Key, keys_of_optimizer, renamed, uses_names
 from fsdp_c._state.optim.states import collect
+from fsdp_c._units.keep_whole import keeps_blocks
 from fsdp_c._units.names import clean_name
 
 # A top-level entry: the elements that the rank holds, by parameter.
@@ -78,11 +79,20 @@ def _parts(
     optim: torch.optim.Optimizer,
     state_dict: Mapping[str, Any] | None = None,
 ) -> dict[str, list[int]]:
-    """Return ``[begin, end, numel]`` of this rank's part of each parameter."""
-    return {
-        name: [state.part.begin, state.part.end, state.part.shape.numel()]
-        for name, state in collect(model, optim, state_dict=state_dict).states.items()
-    }
+    """Return ``[begin, end, numel]`` of this rank's part of each parameter.
+
+    Within a flat parameter whose order keep_whole() changed, then its offset.
+    """
+    states = collect(model, optim, state_dict=state_dict).states
+    parts = {}
+    for name, state in states.items():
+        part, module = state.part, state.part.module
+        parts[name] = [part.begin, part.end, part.shape.numel()]
+        if part.is_flat and module is not None:
+            sharded = module._sharded
+            if keeps_blocks(sharded.uses, sharded.groups.num_shards):
+                parts[name].append(part.home.offset)
+    return parts
 
 
 def load_local(
@@ -135,5 +145,6 @@ def load_local(
 def _part(part: list[int] | None) -> str:
     if part is None:
         return "nothing"
-    begin, end, numel = part
-    return f"elements {begin} to {end} of {numel}"
+    begin, end, numel, *offset = part
+    place = f" at {offset[0]} of its shard" if offset else ""
+    return f"elements {begin} to {end} of {numel}{place}"
