@@ -229,7 +229,7 @@ class Layout:
         row_numels: Sequence[int] | None = None,
         block_numels: Sequence[int] | None = None,
         offsets: Sequence[int] | None = None,
-        shard_numels: Sequence[int] = ...,
+        shard_numels: Sequence[int] | None = None,
     ) -> Layout: ...
     @property
     def world_size(self) -> int: ...

@@ -26,6 +26,10 @@ from fsdp_c._units.failures import naming_ranks
 from fsdp_c._units.names import clean_name
 from fsdp_c._units.owner import owners_in
 
+# Where torch places tensors on a CPU. Kernels choose their way by it, so that an
+# optimizer on other memory would round otherwise than the unsharded one.
+ALIGNMENT_NBYTES = 64
+
 
 def parts_of(model: nn.Module) -> dict[str, ParamPart]:
     """Return the parts of all parameters by first name; wholes, if none is sharded."""
@@ -247,7 +251,8 @@ class Dealt:
 def gather(travelling: Sequence[Travelling], what: str) -> list[Tensor | None]:
     """Return the wholes of parts, 1-D, of the parameters that this rank owns.
 
-    All ranks must call it with the same parameters. A whole may be the part itself.
+    All ranks must call it with the same parameters. A whole may be the part itself, if
+    that lies as torch places a tensor: see ALIGNMENT_NBYTES.
     """
     results: list[Tensor | None] = [None] * len(travelling)
     rows: dict[Grid, list[int]] = {}
@@ -255,8 +260,9 @@ def gather(travelling: Sequence[Travelling], what: str) -> list[Tensor | None]:
         if whole.travels:
             if whole.is_in_my_row:
                 rows.setdefault(whole.grid, []).append(index)
-        elif whole.is_mine:
-            results[index] = values
+        elif whole.is_mine and values is not None:
+            is_aligned = values.data_ptr() % ALIGNMENT_NBYTES == 0
+            results[index] = values if is_aligned else values.clone()
     for grid, members in rows.items():
         moves = [
             Move(values, dtype, whole.position, whole.sharded, whole.owned)
