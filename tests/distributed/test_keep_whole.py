@@ -24,6 +24,7 @@ from helpers.impl import FSDP, CPUOffload, MixedPrecision, ShardingStrategy, fsd
 from helpers.matrix_optimizers import BlockwiseAdam, Shampoo, TensorNorm
 from helpers.models import CASES
 from helpers.reference import Differential, assert_same_tensors, full_state_dict
+from helpers.seeds import seeded
 from helpers.state_dicts import (
     FULL,
     LOCAL,
@@ -246,8 +247,7 @@ def _trained(kept: str | None, group: Any = None) -> tuple[Any, Any]:
     optim = torch.optim.AdamW(model.parameters(), lr=0.01)
     for step in range(2):
         optim.zero_grad()
-        generator = torch.Generator().manual_seed(step)
-        model(*case.inputs(generator)).square().mean().backward()
+        model(*case.inputs(seeded(step))).square().mean().backward()
         optim.step()
     return model, optim
 
@@ -393,8 +393,7 @@ def test_blockwise_state_is_that_of_the_unsharded_optimizer() -> None:
         model = fsdp(module, use_orig_params=True)
         optimizers = [BlockwiseAdam(each.parameters()) for each in (plain, model)]
         for number in range(4):
-            generator = torch.Generator().manual_seed(number)
-            batch = torch.randn(8, 24, generator=generator).to(TEST_DEVICE)
+            batch = torch.randn(8, 24, generator=seeded(number)).to(TEST_DEVICE)
             for each, optimizer in zip((plain, model), optimizers, strict=True):
                 optimizer.zero_grad()
                 each(batch).square().mean().backward()
