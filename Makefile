@@ -23,6 +23,7 @@ CUDA_TORCH ?= torch==2.14.1
 CUDA_FLAGS ?=
 CUDA_TESTS ?= $(addprefix tests/,fakecuda distributed checkpoint cuda programs integrations \
   huggingface)
+CUDA_SMOKE := $(patsubst %,tests/fakecuda/test_%.py,bridge step_streams waits offload gloo)
 # make pytest PYTEST_FLAGS='-n 2 --dist worksteal': two tests at a time.
 PYTEST_FLAGS ?=
 override VENV := $(abspath $(VENV))
@@ -64,8 +65,8 @@ test-all: $(BUILT) c-test ## every combination: hours
 cuda-test: ## the tests on a fake CUDA, without a GPU (docs/internals/fakecuda.md)
 	$(MAKE) on-fake-cuda VENV='$(CUDA_VENV)' TORCH='$(CUDA_TORCH)'
 
-cuda-smoke: ## the fake CUDA itself, and sharded models on it
-	$(MAKE) cuda-test CUDA_TESTS=tests/fakecuda CUDA_FLAGS=--one-each
+cuda-smoke: ## sharded models on the fake CUDA: NCCL, streams, waits, offload; a minute
+	$(MAKE) cuda-test CUDA_TESTS='$(CUDA_SMOKE)' CUDA_FLAGS=--one-each
 
 # Without a toolkit: headers that torch's packages lack.
 on-fake-cuda: $(BUILT)
