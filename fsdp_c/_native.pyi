@@ -396,9 +396,8 @@ def pass_messages(
     outgoing: Sequence[tuple[int, torch.Tensor]],
     incoming: Sequence[tuple[int, torch.Tensor]],
     copies: Sequence[tuple[torch.Tensor, torch.Tensor]] = ...,
-    device: torch.device | None = ...,
 ) -> bool:
-    """Pass tensors through shared memory or NCCL; False if that is not possible."""
+    """Pass CPU tensors through shared memory; False if that is not possible."""
 
 def deal_out(
     costs: Sequence[int],
@@ -413,9 +412,6 @@ def deal_out(
 
 def broadcast(group: ProcessGroup, tensor: torch.Tensor, label: str, /) -> bool:
     """Overwrite a tensor on a device with rank 0's, through NCCL; False: it cannot."""
-
-def all_reduce(group: ProcessGroup, tensor: torch.Tensor, label: str, /) -> bool:
-    """Sum a tensor on a device over the ranks, through NCCL; False: it cannot."""
 
 def copy_tensors(copies: Sequence[tuple[torch.Tensor, torch.Tensor]], /) -> None:
     """Copy the bytes of contiguous tensors, ``(source, target)`` each."""

@@ -92,10 +92,6 @@ typedef struct fsdp_nccl_api {
                     int op, fsdp_nccl_comm *comm, void *stream);
   int (*broadcast)(const void *send, void *receive, size_t numel, int dtype,
                    int root, fsdp_nccl_comm *comm, void *stream);
-  int (*send)(const void *send, size_t numel, int dtype, int peer,
-              fsdp_nccl_comm *comm, void *stream);
-  int (*recv)(void *receive, size_t numel, int dtype, int peer,
-              fsdp_nccl_comm *comm, void *stream);
 
   /* Optional: NULL in a library without them. */
   const char *(*get_last_error)(fsdp_nccl_comm *comm);

@@ -16,9 +16,8 @@
 #include "nccl/nccl_priv.h"
 
 static const char *kind_name(fsdp_nccl_kind kind) {
-  static const char *const names[] = {"all_gather",     "broadcast",
-                                      "reduce_scatter", "all_reduce",
-                                      "send",           "recv"};
+  static const char *const names[] = {"all_gather", "broadcast",
+                                      "reduce_scatter", "all_reduce"};
   return names[kind];
 }
 
@@ -57,14 +56,8 @@ static int enqueue(const fsdp_nccl_transport *transport,
       return api->all_gather(c->send, c->receive, c->numel, c->dtype, comm,
                              channel->stream);
     case FSDP_NCCL_BROADCAST:
-      return api->broadcast(c->send, c->receive, c->numel, c->dtype, c->peer,
+      return api->broadcast(c->send, c->receive, c->numel, c->dtype, c->root,
                             comm, channel->stream);
-    case FSDP_NCCL_SEND:
-      return api->send(c->send, c->numel, c->dtype, c->peer, comm,
-                       channel->stream);
-    case FSDP_NCCL_RECV:
-      return api->recv(c->receive, c->numel, c->dtype, c->peer, comm,
-                       channel->stream);
     case FSDP_NCCL_REDUCE_SCATTER:
       return api->reduce_scatter(c->send, c->receive, c->numel, c->dtype, c->op,
                                  comm, channel->stream);
@@ -126,8 +119,7 @@ static fsdp_status launch_in_order(fsdp_nccl_transport *transport,
 
 /* Gives the collectives to NCCL, on a channel that this thread uses. */
 static fsdp_status issue_locked(fsdp_nccl_transport *transport,
-                                fsdp_channel index, const char *name,
-                                fsdp_error *error) {
+                                fsdp_channel index, fsdp_error *error) {
   fsdp_nccl_channel *channel = &transport->channels[index];
   int result = FSDP_NCCL_SUCCESS;
   fsdp_error cause;
@@ -137,7 +129,8 @@ static fsdp_status issue_locked(fsdp_nccl_transport *transport,
     FSDP_TRY(fsdp_nccl_priv_connect(transport, index, error));
   }
   const fsdp_nccl_operation operation =
-      begin_operation(transport, channel, name, channel->label);
+      begin_operation(transport, channel,
+                      kind_name(channel->collectives[0].kind), channel->label);
   FSDP_TRY(launch_in_order(transport, channel, &result, error));
   if (result != FSDP_NCCL_SUCCESS) {
     return fsdp_nccl_priv_fail_result(transport, index, operation.name, result,
@@ -152,17 +145,14 @@ done:
   return status;
 }
 
-/* One operation of the channel. name NULL: that of its first collective, and
- * none without collectives. */
 static fsdp_status issue(fsdp_nccl_transport *transport, fsdp_channel index,
-                         const char *name, fsdp_error *error) {
+                         fsdp_error *error) {
   fsdp_nccl_channel *channel = &transport->channels[index];
   fsdp_status status = fsdp_nccl_priv_lock_channel(transport, index, error);
   if (status == FSDP_OK) {
-    if (name == NULL && channel->num_collectives > 0) {
-      name = kind_name(channel->collectives[0].kind);
+    if (channel->num_collectives > 0) {
+      status = issue_locked(transport, index, error);
     }
-    if (name != NULL) status = issue_locked(transport, index, name, error);
     fsdp_nccl_priv_unlock_channel(transport, index);
     /* The complete error, with the other ranks' positions; also when this call
      * succeeded on a communicator that was being aborted. */
@@ -202,16 +192,7 @@ fsdp_status fsdp_nccl_priv_group_end(fsdp_transport *base,
                      "group_end without group_begin on channel %d",
                      (int)call->channel);
   }
-  return issue(transport, index, NULL, error);
-}
-
-/* What the next operation of the channel takes from its first call. */
-static void begin_collecting(fsdp_nccl_channel *channel,
-                             const fsdp_call *call) {
-  channel->stream = call->stream;
-  channel->is_captured = call->is_captured;
-  (void)snprintf(channel->label, sizeof channel->label, "%s",
-                 call->label == NULL ? "" : call->label);
+  return issue(transport, index, error);
 }
 
 /* Issues a checked collective now, or with its group. */
@@ -241,12 +222,16 @@ static fsdp_status add(fsdp_nccl_transport *transport, const fsdp_call *call,
       channel->is_group_open = false;
       return status;
     }
-    if (channel->num_collectives == 0) begin_collecting(channel, call);
+    if (channel->num_collectives == 0) {
+      channel->stream = call->stream;
+      channel->is_captured = call->is_captured;
+      (void)snprintf(channel->label, sizeof channel->label, "%s",
+                     call->label == NULL ? "" : call->label);
+    }
     channel->collectives[channel->num_collectives++] = *collective;
   }
   if (ticket != NULL) *ticket = 0; /* there is nothing to wait for */
-  return channel->is_group_open ? FSDP_OK
-                                : issue(transport, index, NULL, error);
+  return channel->is_group_open ? FSDP_OK : issue(transport, index, error);
 }
 
 fsdp_status fsdp_nccl_watch_replay(fsdp_transport *base, void *stream,
@@ -333,7 +318,7 @@ fsdp_status fsdp_nccl_priv_broadcast(fsdp_transport *base,
       .receive = buffer,
       .numel = (size_t)nbytes,
       .dtype = FSDP_NCCL_UINT8,
-      .peer = (int)root,
+      .root = (int)root,
   };
   return add(transport, call, &collective, ticket, error);
 }
@@ -415,45 +400,4 @@ fsdp_status fsdp_nccl_priv_all_reduce(fsdp_transport *base,
                                       uint64_t *ticket, fsdp_error *error) {
   return reduce(base, call, FSDP_NCCL_ALL_REDUCE, FSDP_NCCL_SUM, NULL, buffer,
                 numel, dtype, ticket, error);
-}
-
-/* The checked message as a collective. */
-static fsdp_nccl_collective of_message(const fsdp_nccl_message *message) {
-  const fsdp_nccl_collective collective = {
-      .kind = message->is_outgoing ? FSDP_NCCL_SEND : FSDP_NCCL_RECV,
-      .send = message->data,
-      .receive = message->data,
-      .numel = (size_t)message->nbytes,
-      .dtype = FSDP_NCCL_UINT8,
-      .peer = (int)message->peer,
-  };
-  return collective;
-}
-
-fsdp_status fsdp_nccl_pass_messages(fsdp_transport *base, const fsdp_call *call,
-                                    const fsdp_nccl_message *messages,
-                                    int64_t num_messages, fsdp_error *error) {
-  fsdp_nccl_transport *transport = fsdp_nccl_priv_of(base);
-  fsdp_status status = fsdp_nccl_priv_group_begin(base, call, error);
-  if (status != FSDP_OK) return status;
-  const fsdp_channel index = channel_of(transport, call);
-  fsdp_nccl_channel *channel = &transport->channels[index];
-  begin_collecting(channel, call); /* without messages, too */
-  for (int64_t i = 0; i < num_messages; i++) {
-    const fsdp_nccl_message *message = &messages[i];
-    if (message->peer < 0 || message->peer >= transport->world_size ||
-        message->peer == transport->rank || message->nbytes < 0) {
-      channel->is_group_open = false;
-      channel->num_collectives = 0;
-      return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
-                       "a message of %" PRId64 " bytes between rank %" PRId64
-                       " and rank %" PRId64 " of %" PRId64,
-                       message->nbytes, transport->rank, message->peer,
-                       transport->world_size);
-    }
-    const fsdp_nccl_collective collective = of_message(message);
-    status = add(transport, call, &collective, NULL, error);
-    if (status != FSDP_OK) return status;
-  }
-  return issue(transport, index, "messages", error);
 }

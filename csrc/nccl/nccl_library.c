@@ -37,8 +37,6 @@ static const entry_point ENTRY_POINTS[] = {
     REQUIRED(reduce_scatter, "ncclReduceScatter"),
     REQUIRED(all_reduce, "ncclAllReduce"),
     REQUIRED(broadcast, "ncclBroadcast"),
-    REQUIRED(send, "ncclSend"),
-    REQUIRED(recv, "ncclRecv"),
     OPTIONAL(get_last_error, "ncclGetLastError"),
     OPTIONAL(comm_revoke, "ncclCommRevoke"),
 };

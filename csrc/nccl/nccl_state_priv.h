@@ -26,9 +26,7 @@ typedef enum fsdp_nccl_kind {
   FSDP_NCCL_ALL_GATHER = 0,
   FSDP_NCCL_BROADCAST,
   FSDP_NCCL_REDUCE_SCATTER,
-  FSDP_NCCL_ALL_REDUCE,
-  FSDP_NCCL_SEND,
-  FSDP_NCCL_RECV
+  FSDP_NCCL_ALL_REDUCE
 } fsdp_nccl_kind;
 
 /* A collective that a caller asked for and NCCL did not get yet. */
@@ -37,9 +35,9 @@ typedef struct fsdp_nccl_collective {
   const void *send;
   void *receive;
   size_t numel; /* per rank for all_gather and reduce_scatter */
-  int dtype;    /* NCCL's; bytes but in reductions */
+  int dtype;    /* NCCL's; gathers and broadcasts go as bytes */
   int op;       /* of a reduction */
-  int peer;     /* of a message; the root of a broadcast */
+  int root;
 } fsdp_nccl_collective;
 
 /* One launch that the channel gave to NCCL, of one or several collectives. */

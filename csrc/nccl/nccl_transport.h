@@ -148,26 +148,6 @@ void fsdp_nccl_leave_all(void);
  */
 bool fsdp_nccl_relax_capture(void);
 
-/* Bytes that go to another rank, or come from it. */
-typedef struct fsdp_nccl_message {
-  void *data; /* of the device */
-  int64_t nbytes;
-  int64_t peer;
-  bool is_outgoing;
-} fsdp_nccl_message;
-
-/*
- * Passes messages between the ranks, in one launch. All ranks call it, those
- * without messages too, since the first call makes the communicator. Messages
- * between two ranks are in the same order on both.
- *
- * FSDP_INVALID_ARGUMENT  a peer that is not another rank, nbytes < 0.
- * Otherwise as a collective.
- */
-FSDP_NODISCARD fsdp_status fsdp_nccl_pass_messages(
-    fsdp_transport *transport, const fsdp_call *call,
-    const fsdp_nccl_message *messages, int64_t num_messages, fsdp_error *error);
-
 /*
  * A graph with captured collectives was launched on `stream`: from now on the
  * watchdog looks whether that ends, as it does for a collective. The same call

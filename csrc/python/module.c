@@ -106,12 +106,10 @@ PyDoc_STRVAR(exchange_size_doc,
 
 PyDoc_STRVAR(
     pass_messages_doc,
-    "pass_messages($module, /, group, label, outgoing, incoming, copies=(),\n"
-    "              device=None)\n--\n\n"
-    "Pass contiguous tensors of one device, (peer, tensor) each, between "
-    "ranks\n"
-    "of a process group: on the CPU (None) through shared memory, on a device\n"
-    "through NCCL, on the current stream. All ranks must call it. `copies`,\n"
+    "pass_messages($module, /, group, label, outgoing, incoming, copies=())\n"
+    "--\n\n"
+    "Pass contiguous CPU tensors, (peer, tensor) each, between ranks of a\n"
+    "process group through shared memory. All ranks must call it. `copies`,\n"
     "(source, target) of as many bytes each, are made meanwhile. `label` is\n"
     "for errors. False if that is not possible: then nothing was done.");
 
@@ -127,12 +125,6 @@ PyDoc_STRVAR(
     "process group, through NCCL, on the current stream. All ranks must call\n"
     "it. `label` is for errors. False if that is not possible: then nothing\n"
     "was done.");
-
-PyDoc_STRVAR(
-    all_reduce_doc,
-    "all_reduce($module, group, tensor, label, /)\n--\n\n"
-    "Sum a contiguous tensor on a device over the ranks of a process group,\n"
-    "in place; otherwise as broadcast().");
 
 PyDoc_STRVAR(copy_tensors_doc,
              "copy_tensors($module, copies, /)\n--\n\n"
@@ -204,7 +196,6 @@ static PyMethodDef module_methods[] = {
     {"deal_out", (PyCFunction)(void (*)(void))fsdp_module_deal_out,
      METH_VARARGS | METH_KEYWORDS, deal_out_doc},
     {"broadcast", fsdp_module_broadcast, METH_VARARGS, broadcast_doc},
-    {"all_reduce", fsdp_module_all_reduce, METH_VARARGS, all_reduce_doc},
     {"copy_tensors", fsdp_module_copy_tensors, METH_O, copy_tensors_doc},
     {"pass_messages", (PyCFunction)(void (*)(void))fsdp_module_pass_messages,
      METH_VARARGS | METH_KEYWORDS, pass_messages_doc},

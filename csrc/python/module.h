@@ -131,8 +131,6 @@ PyObject *fsdp_module_deal_out(PyObject *module, PyObject *args,
 PyObject *fsdp_module_copy_tensors(PyObject *module, PyObject *copies);
 /* broadcast(group, tensor, label). */
 PyObject *fsdp_module_broadcast(PyObject *module, PyObject *args);
-/* all_reduce(group, tensor, label). */
-PyObject *fsdp_module_all_reduce(PyObject *module, PyObject *args);
 /* pass_messages(group, label, outgoing, incoming, copies). */
 PyObject *fsdp_module_pass_messages(PyObject *module, PyObject *args,
                                     PyObject *kwargs);

@@ -1,6 +1,6 @@
 /*
  * empty_tensors(), pass_messages() and copy_tensors(): what an exchange needs;
- * broadcast() and all_reduce().
+ * broadcast().
  */
 #include "python/convert.h"
 
@@ -106,21 +106,20 @@ done:
 
 PyObject *fsdp_module_pass_messages(PyObject *Py_UNUSED(module), PyObject *args,
                                     PyObject *kwargs) {
-  static const char *const keywords[] = {
-      "group", "label", "outgoing", "incoming", "copies", "device", NULL};
+  static const char *const keywords[] = {"group",    "label",  "outgoing",
+                                         "incoming", "copies", NULL};
   fsdp_error error = {0};
   const char *label;
   PyObject *group, *outgoing_sequence, *incoming_sequence;  /* borrowed */
-  PyObject *copy_sequence = NULL, *device = NULL;           /* borrowed */
+  PyObject *copy_sequence = NULL;                           /* borrowed */
   PyObject *outgoing = NULL, *incoming = NULL, *own = NULL; /* tuples */
   fsdp_torch_copy *copies = NULL;
   PyObject *result = NULL;
   fsdp_torch_message *messages = NULL;
   bool are_passed = false;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OsOO|OO:pass_messages",
-                                   FSDP_KEYWORDS(keywords), &group, &label,
-                                   &outgoing_sequence, &incoming_sequence,
-                                   &copy_sequence, &device)) {
+  if (!PyArg_ParseTupleAndKeywords(
+          args, kwargs, "OsOO|O:pass_messages", FSDP_KEYWORDS(keywords), &group,
+          &label, &outgoing_sequence, &incoming_sequence, &copy_sequence)) {
     return NULL;
   }
   outgoing = PySequence_Tuple(outgoing_sequence);
@@ -143,7 +142,6 @@ PyObject *fsdp_module_pass_messages(PyObject *Py_UNUSED(module), PyObject *args,
   if (copies == NULL) goto done;
   const fsdp_torch_messages given = {
       .label = label,
-      .device = device == Py_None ? NULL : device,
       .messages = messages,
       .num_messages = (int64_t)num_messages,
       .copies = copies,
@@ -163,27 +161,18 @@ done:
   return result;
 }
 
-typedef fsdp_status (*collective)(PyObject *group, PyObject *tensor,
-                                  const char *label, bool *was_sent,
-                                  fsdp_error *error);
-
-static PyObject *make_collective(PyObject *args, collective make) {
+PyObject *fsdp_module_broadcast(PyObject *Py_UNUSED(module), PyObject *args) {
   fsdp_error error = {0};
   PyObject *group, *tensor; /* borrowed */
   const char *label;
   bool was_sent = false;
-  if (!PyArg_ParseTuple(args, "OOs", &group, &tensor, &label)) return NULL;
-  if (make(group, tensor, label, &was_sent, &error) != FSDP_OK) {
+  if (!PyArg_ParseTuple(args, "OOs:broadcast", &group, &tensor, &label)) {
+    return NULL;
+  }
+  if (fsdp_torch_broadcast(group, tensor, label, &was_sent, &error) !=
+      FSDP_OK) {
     fsdp_torch_set_python_error(&error);
     return NULL;
   }
   return PyBool_FromLong(was_sent);
-}
-
-PyObject *fsdp_module_broadcast(PyObject *Py_UNUSED(module), PyObject *args) {
-  return make_collective(args, fsdp_torch_broadcast);
-}
-
-PyObject *fsdp_module_all_reduce(PyObject *Py_UNUSED(module), PyObject *args) {
-  return make_collective(args, fsdp_torch_all_reduce);
 }

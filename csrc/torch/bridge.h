@@ -552,7 +552,7 @@ FSDP_NODISCARD fsdp_status fsdp_torch_exchange_prepare(
     const fsdp_exchange *exchange, fsdp_torch_buffers sources,
     fsdp_torch_buffers targets, struct _object **prepared, fsdp_error *error);
 
-/* A contiguous tensor that goes to `peer` or comes from it. */
+/* A contiguous tensor in host memory that goes to `peer` or comes from it. */
 typedef struct fsdp_torch_message {
   int64_t peer; /* rank of the group */
   struct _object *tensor;
@@ -566,8 +566,7 @@ typedef struct fsdp_torch_copy {
 } fsdp_torch_copy;
 
 typedef struct fsdp_torch_messages {
-  const char *label;      /* for errors; the same on both ranks of a message */
-  struct _object *device; /* torch.device of all tensors; NULL: the CPU */
+  const char *label; /* for errors; the same on both ranks of a message */
   const fsdp_torch_message *messages;
   int64_t num_messages;
   const fsdp_torch_copy *copies; /* this rank's own, made meanwhile */
@@ -577,7 +576,6 @@ typedef struct fsdp_torch_messages {
 /*
  * Passes messages between ranks of a process group, if its transport can: every
  * rank must call, the messages between two ranks are in the same order on both.
- * On a device it works on the current stream, which the host does not wait for.
  * are_passed [out] false: nothing was done. GIL (released inside); may block.
  */
 FSDP_NODISCARD fsdp_status fsdp_torch_pass_messages(
@@ -596,14 +594,6 @@ FSDP_NODISCARD fsdp_status fsdp_torch_broadcast(struct _object *group,
                                                 const char *label,
                                                 bool *was_sent,
                                                 fsdp_error *error);
-
-/* Sums a contiguous tensor over the ranks, in place; else as
- * fsdp_torch_broadcast. */
-FSDP_NODISCARD fsdp_status fsdp_torch_all_reduce(struct _object *group,
-                                                 struct _object *tensor,
-                                                 const char *label,
-                                                 bool *was_sent,
-                                                 fsdp_error *error);
 
 /*
  * Makes copies between contiguous tensors of one device. GIL (released inside).

@@ -157,7 +157,9 @@ def exchange_in(
     works: list[dist.Work] = []
     with naming_ranks(group, label):
         # The messages travel while this rank copies what it holds itself.
-        is_passed = pass_messages(group, label, outgoing, incoming, copies, device)
+        is_passed = device == CPU and pass_messages(
+            group, label, outgoing, incoming, copies
+        )
         operations = [
             dist.P2POp(call, memory, group=group, group_peer=peer)
             for call, messages in ((dist.isend, outgoing), (dist.irecv, incoming))

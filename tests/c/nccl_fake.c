@@ -432,20 +432,6 @@ static int fake_broadcast(const void *send, void *receive, size_t numel,
   return collect("broadcast", tail, send, receive, numel, dtype, comm, stream);
 }
 
-static int fake_send(const void *send, size_t numel, int dtype, int peer,
-                     fsdp_nccl_comm *comm, void *stream) {
-  char tail[32];
-  (void)snprintf(tail, sizeof tail, " to%d", peer);
-  return collect("send", tail, send, send, numel, dtype, comm, stream);
-}
-
-static int fake_recv(void *receive, size_t numel, int dtype, int peer,
-                     fsdp_nccl_comm *comm, void *stream) {
-  char tail[32];
-  (void)snprintf(tail, sizeof tail, " from%d", peer);
-  return collect("recv", tail, receive, receive, numel, dtype, comm, stream);
-}
-
 static int fake_reduce_scatter(const void *send, void *receive, size_t numel,
                                int dtype, int op, fsdp_nccl_comm *comm,
                                void *stream) {
@@ -481,8 +467,6 @@ fsdp_nccl_library nccl_fake_library(void) {
               .reduce_scatter = fake_reduce_scatter,
               .all_reduce = fake_all_reduce,
               .broadcast = fake_broadcast,
-              .send = fake_send,
-              .recv = fake_recv,
               .get_last_error = fake_last_error,
               .comm_revoke = fake_revoke,
           },

@@ -216,18 +216,6 @@ static int world_broadcast(const void *send, void *receive, size_t numel,
   return launch(comm);
 }
 
-static int world_send(const void *send, size_t numel, int dtype, int peer,
-                      fsdp_nccl_comm *comm, void *stream) {
-  (void)send, (void)numel, (void)dtype, (void)peer, (void)stream;
-  return launch(comm);
-}
-
-static int world_recv(void *receive, size_t numel, int dtype, int peer,
-                      fsdp_nccl_comm *comm, void *stream) {
-  (void)receive, (void)numel, (void)dtype, (void)peer, (void)stream;
-  return launch(comm);
-}
-
 static int world_reduce(const void *send, void *receive, size_t numel,
                         int dtype, int op, fsdp_nccl_comm *comm, void *stream) {
   (void)send, (void)receive, (void)numel, (void)dtype, (void)op, (void)stream;
@@ -252,8 +240,6 @@ fsdp_nccl_library nccl_world_library(void) {
               .reduce_scatter = world_reduce,
               .all_reduce = world_reduce,
               .broadcast = world_broadcast,
-              .send = world_send,
-              .recv = world_recv,
           },
       .version = 22809,
       .path = "world",

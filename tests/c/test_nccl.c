@@ -194,37 +194,6 @@ TEST(test_old_library) {
   nccl_fixture_leave(transport);
 }
 
-/* One launch; a rank without messages takes part, and sizes may be 0. */
-TEST(test_messages) {
-  fsdp_transport *transport = nccl_fixture_open(1, 3);
-  const fsdp_call call = nccl_fixture_call(FSDP_CHANNEL_GATHER, 3, "moves");
-  char *memory = nccl_fixture_memory;
-  const fsdp_nccl_message messages[] = {
-      {memory, 5, 0, true}, {memory, 0, 0, false}, {memory + 8, 7, 2, false}};
-  fsdp_error error = {0};
-  CHECK_OK(fsdp_nccl_pass_messages(transport, &call, NULL, 0, &error));
-  CHECK_HAS(nccl_fake_tape(), "init");
-  nccl_fake_clear_tape();
-  CHECK_OK(fsdp_nccl_pass_messages(transport, &call, messages, 3, &error));
-  CHECK_OK(fsdp_nccl_pass_messages(transport, &call, messages, 1, &error));
-  CHECK_LINES(nccl_fake_tape(),
-              "group_start; send 0 u8 5 +0 +0 to0 s3; "
-              "recv 0 u8 7 +8 +8 from2 s3; group_end; "
-              "send 0 u8 5 +0 +0 to0 s3");
-  CHECK_I64(nccl_fake_num_events(), 3); /* one for each call */
-
-  nccl_fake_clear_tape();
-  for (int64_t peer = -1; peer <= 3; peer += 2) { /* 1 is the rank itself */
-    const fsdp_nccl_message wrong[] = {{memory, 1, 0, true},
-                                       {memory, 1, peer, true}};
-    CHECK(fsdp_nccl_pass_messages(transport, &call, wrong, 2, &error) ==
-          FSDP_INVALID_ARGUMENT);
-    CHECK_HAS(error.message, "a message of 1 bytes between rank 1 and rank ");
-  }
-  CHECK_TEXT(nccl_fake_tape(), "");
-  nccl_fixture_leave(transport);
-}
-
 TEST(test_wrong_arguments) {
   fsdp_transport *transport = nccl_fixture_open(0, 2);
   const fsdp_transport_ops *ops = transport->ops;

@@ -38,13 +38,11 @@ typedef enum fate {
   NUM_FATES
 } fate;
 
-typedef enum step_kind { GATHER = 0, REDUCE, MESSAGES, NUM_KINDS } step_kind;
-
 typedef struct program {
   uint64_t seed;
   int64_t world_size;
   int64_t num_steps;
-  step_kind kinds[MAX_STEPS];
+  bool is_reduce[MAX_STEPS];
   bool is_group[MAX_STEPS];
   fate fates[NCCL_WORLD_MAX_RANKS];
   int64_t fate_step[NCCL_WORLD_MAX_RANKS];
@@ -66,7 +64,7 @@ static program make_program(uint64_t number) {
   p.world_size = 2 + check_random(&seed, NCCL_WORLD_MAX_RANKS - 1);
   p.num_steps = 2 + check_random(&seed, MAX_STEPS - 1);
   for (int64_t i = 0; i < p.num_steps; i++) {
-    p.kinds[i] = (step_kind)check_random(&seed, NUM_KINDS);
+    p.is_reduce[i] = check_random(&seed, 2) == 1;
     p.is_group[i] = check_random(&seed, 2) == 1;
   }
   /* One rank's fate most of the time, two now and then, none at times. */
@@ -120,30 +118,18 @@ static void meet_fate(const program *p, nccl_world *world, int64_t rank,
   }
 }
 
-/* To the next rank, from the one before. */
-static fsdp_status pass_on(fsdp_transport *transport, const fsdp_call *call,
-                           float *memory, fsdp_error *error) {
-  const fsdp_nccl_transport *self = fsdp_nccl_priv_of(transport);
-  const int64_t next = (self->rank + 1) % self->world_size;
-  const int64_t last = (self->rank + self->world_size - 1) % self->world_size;
-  const fsdp_nccl_message messages[] = {{memory, 16, next, true},
-                                        {memory + 4, 16, last, false}};
-  return fsdp_nccl_pass_messages(transport, call, messages, 2, error);
-}
-
-static fsdp_status run_step(fsdp_transport *transport, step_kind kind,
+static fsdp_status run_step(fsdp_transport *transport, bool is_reduce,
                             bool is_group, fsdp_error *error) {
   static float memory[64];
   const fsdp_dtype dtype = {FSDP_DTYPE_FLOAT32, 4};
   const fsdp_transport_ops *ops = transport->ops;
   const fsdp_call call = {
-      .channel = kind == REDUCE ? FSDP_CHANNEL_REDUCE : FSDP_CHANNEL_GATHER,
+      .channel = is_reduce ? FSDP_CHANNEL_REDUCE : FSDP_CHANNEL_GATHER,
       .label = "a step"};
   fsdp_status status = FSDP_OK;
-  if (kind == MESSAGES) return pass_on(transport, &call, memory, error);
   if (is_group) FSDP_TRY(ops->group_begin(transport, &call, error));
   for (int i = 0; i < (is_group ? 2 : 1); i++) {
-    if (kind == REDUCE) {
+    if (is_reduce) {
       FSDP_TRY(
           ops->all_reduce(transport, &call, memory, 4, dtype, NULL, error));
     } else {
@@ -175,7 +161,7 @@ static fsdp_status run_steps(const program *p, nccl_world *world, int64_t rank,
   fsdp_status status = FSDP_OK;
   for (int64_t i = 0; i < p->num_steps; i++) {
     meet_fate(p, world, rank, i);
-    FSDP_TRY(run_step(transport, p->kinds[i], p->is_group[i], error));
+    FSDP_TRY(run_step(transport, p->is_reduce[i], p->is_group[i], error));
     if (i % 4 == 3) synchronize(transport);
   }
   meet_fate(p, world, rank, p->num_steps);

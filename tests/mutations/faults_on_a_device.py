@@ -187,7 +187,7 @@ FAULTS = (
     nccl_fault(
         "every broadcast comes from the first rank",
         "fsdp_nccl_priv_broadcast",
-        (".peer = (int)root", ".peer = MUTANT ? 0 : (int)root"),
+        (".root = (int)root", ".root = MUTANT ? 0 : (int)root"),
         "test_whole_parameter_optimizer.py",
     ),
     nccl_fault(

@@ -113,12 +113,6 @@ THEIRS(ncclAllReduce, their_result, in, void *, size_t, ncclDataType_t,
 OURS(broadcast, int, in, void *, size_t, int, int, our_comm, void *);
 THEIRS(ncclBroadcast, their_result, in, void *, size_t, ncclDataType_t, int,
        ncclComm_t, cudaStream_t);
-OURS(send, int, in, size_t, int, int, our_comm, void *);
-THEIRS(ncclSend, their_result, in, size_t, ncclDataType_t, int, ncclComm_t,
-       cudaStream_t);
-OURS(recv, int, void *, size_t, int, int, our_comm, void *);
-THEIRS(ncclRecv, their_result, void *, size_t, ncclDataType_t, int, ncclComm_t,
-       cudaStream_t);
 OURS(get_last_error, const char *, our_comm);
 THEIRS(ncclGetLastError, const char *, ncclComm_t);
 #ifdef NCCL_REVOKE_DEFAULT
@@ -168,8 +162,6 @@ TEST(test_the_loader_finds_what_the_linker_finds) {
   FOUND(reduce_scatter, ncclReduceScatter);
   FOUND(all_reduce, ncclAllReduce);
   FOUND(broadcast, ncclBroadcast);
-  FOUND(send, ncclSend);
-  FOUND(recv, ncclRecv);
   FOUND(get_last_error, ncclGetLastError);
 #ifdef NCCL_REVOKE_DEFAULT
   FOUND(comm_revoke, ncclCommRevoke);
