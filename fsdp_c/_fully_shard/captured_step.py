@@ -188,6 +188,19 @@ class _Graph:
         reset(self._owner._model)
         self._owner._clear_gradients()
         self.close()
+        self._end_capture_of_random_numbers()
+
+    def _end_capture_of_random_numbers(self) -> None:
+        """Capture something: a capture that fails leaves torch 2.11's generators in it.
+
+        Dropout would raise from then on.
+        """
+        graph = self._module.CUDAGraph()
+        stream = self._module.stream(self._owner._stream)
+        with contextlib.suppress(RuntimeError), stream:  # the failure itself is raised
+            graph.capture_begin(capture_error_mode="thread_local")
+            torch.zeros(1, device=self._owner._device)
+            graph.capture_end()
 
     def _find_facts(self) -> tuple[Any, ...]:
         """Find what replays depend on, besides the inputs."""

@@ -88,7 +88,9 @@ class Extension:
         given, self._metadata = self._call_pre()
         inputs = (given,) if isinstance(given, Tensor) else tuple(given)
         self._sizes = [each.size() for each in inputs]
-        self._inputs = [_as_plain(each) for each in inputs]
+        # As FSDP2, which copies them. In backward autograd's own thread calls: there a
+        # default device that the user set for his thread does not hold.
+        self._inputs = [_as_plain(each).to(self._device) for each in inputs]
         num_ranks = self._mesh.size()
         kinds = [(each.numel() * num_ranks, each.dtype) for each in self._inputs]
         if kinds == [(each.numel(), each.dtype) for each in self._outputs]:

@@ -1,4 +1,7 @@
-"""The fake CUDA of this process, for tests: its delays, memory and counts."""
+"""The fake CUDA of this process, for tests: its delays, memory and counts.
+
+Tests that need neither counts nor a limit of the memory also run on a GPU.
+"""
 
 import ctypes
 import os
@@ -10,12 +13,18 @@ IS_HERE = "FAKE_CUDA_FOLDER" in os.environ
 needs_fake = pytest.mark.skipif(
     not IS_HERE, reason="needs the fake CUDA: make cuda-test"
 )
+needs_cuda = pytest.mark.skipif(
+    not IS_HERE and os.environ.get("FSDP_C_TEST_DEVICE") != "cuda",
+    reason="needs FSDP_C_TEST_DEVICE=cuda, or the fake CUDA: make cuda-test",
+)
 
 _loaded = ctypes.CDLL(None)  # it was loaded before the program
 
 
 def set_schedule(seed: int, scale: float) -> None:
-    """Draw delays anew; ``scale`` multiplies them, 0 ends them."""
+    """Draw delays anew; ``scale`` multiplies them, 0 ends them. A GPU has its own."""
+    if not IS_HERE:
+        return
     _loaded.fakecuda_set_schedule(ctypes.c_uint64(seed), ctypes.c_double(scale))
 
 

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fakecuda.device import needs_fake, set_schedule
+from fakecuda.device import needs_cuda, set_schedule
 from helpers.distributed import distributed
 from helpers.impl import FSDP, CPUOffload, ShardingStrategy, fsdp
 
-pytestmark = needs_fake
+pytestmark = needs_cuda
 
 NUM_SEEDS = 6
 DIM = 24

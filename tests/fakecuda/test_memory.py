@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from fakecuda.device import needs_fake, set_memory
+from fakecuda.device import needs_cuda, needs_fake, set_memory
 from helpers.distributed import distributed
 from helpers.impl import fsdp
 
-pytestmark = needs_fake
+pytestmark = needs_cuda
 
 # From 10 MiB on, torch's allocator gives each block a segment, of whole 2 MiB.
 DIMS = (2048, 2048, 2560, 3072, 4096)
@@ -40,6 +40,7 @@ def reserved_nbytes() -> int:
     return torch.cuda.memory_reserved()
 
 
+@needs_fake
 @distributed(world_size=2, device="cuda")
 def test_blocks_and_tensors_are_made_of_the_same_memory() -> None:
     """What a block leaves the user's tensors can have, and the other way round."""

@@ -22,13 +22,13 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_c
-from fakecuda.device import needs_fake, set_schedule
+from fakecuda.device import needs_cuda, set_schedule
 from fsdp_c.plan import ModelSource, Settings, plan_model
 from fsdp_c.plan._trace import Inputs
 from helpers.distributed import distributed
 from helpers.impl import CPUOffload, MixedPrecision, fsdp
 
-pytestmark = needs_fake
+pytestmark = needs_cuda
 
 BATCH, WIDTH, DEPTH = 16, 32, 5
 ROW = BATCH * WIDTH * 4  # bytes of a block's input

@@ -14,11 +14,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import fsdp_c
-from fakecuda.device import needs_fake, set_schedule
+from fakecuda.device import needs_cuda, set_schedule
 from helpers.distributed import distributed
 from helpers.impl import FSDP, fsdp
 
-pytestmark = needs_fake
+pytestmark = needs_cuda
 
 NUM_SEEDS = 8
 NUM_STEPS = 3

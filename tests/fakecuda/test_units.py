@@ -22,13 +22,13 @@ from torch.distributed.tensor.parallel import (
 )
 
 import fsdp_c
-from fakecuda.device import count, needs_fake, set_schedule
+from fakecuda.device import count, needs_cuda, needs_fake, set_schedule
 from helpers.distributed import distributed
 from helpers.groups import kept_mesh
 from helpers.impl import FSDP, fsdp
 from helpers.programs import run_fresh
 
-pytestmark = needs_fake
+pytestmark = needs_cuda
 
 DIM = 8
 NUM_ROOTS = 12
@@ -74,6 +74,7 @@ def _in_bf16(layers: list[nn.Module], api: str, *, offloads: bool) -> nn.Module:
     )
 
 
+@needs_fake
 @distributed(world_size=2, device="cuda")
 @pytest.mark.parametrize("offloads", [False, True])
 @pytest.mark.parametrize("api", ["FullyShardedDataParallel", "fully_shard"])
@@ -142,12 +143,14 @@ def test_captured_steps_under_expandable_segments() -> None:
     assert float(said) < TOLERANCE
 
 
+@needs_fake
 def test_a_replay_has_a_time_limit() -> None:
     said = run_fresh("fakecuda.programs", "half_a_replay")
     assert "replay of a captured step" in said
     assert "did not end within 12" in said
 
 
+@needs_fake
 @distributed(world_size=2, device="cuda")
 def test_nccl_keeps_the_order_of_launches() -> None:
     """Also where torch launched first."""
@@ -158,6 +161,7 @@ def test_nccl_keeps_the_order_of_launches() -> None:
     assert nccl.fake_nccl_keeps_order()
 
 
+@needs_fake
 def test_shapes_only() -> None:
     """Memory counts and is not there; nothing is computed."""
     said = run_fresh("fakecuda.programs", "shapes_only", FAKE_CUDA_NOOP="1")

@@ -10,11 +10,11 @@ import itertools
 import torch
 from torch import nn
 
-from fakecuda.device import needs_fake, set_schedule
+from fakecuda.device import needs_cuda, set_schedule
 from helpers.distributed import distributed
 from helpers.impl import FSDP, CPUOffload, fsdp
 
-pytestmark = needs_fake
+pytestmark = needs_cuda
 
 NUM_SEEDS = 8
 DIM = 24

@@ -323,7 +323,25 @@ def _code_of(path: str) -> bytes:
     return marshal.dumps(compile(tree, path, "exec", dont_inherit=True))
 
 
-_pools: dict[tuple[int, str, bool], Pool] = {}
+# Of all pools of a pytest process on a device, of which each rank takes 0.8 GiB.
+MAX_RANKS_ON_DEVICE = 6
+
+_pools: dict[tuple[int, str, bool], Pool] = {}  # the last used one is the last
+
+
+def _pool_of(world_size: int, device: str, *, hides_gpus: bool) -> Pool:
+    """Return the pool of such ranks; on a device end others that leave no room."""
+    key = (world_size, device, hides_gpus)
+    pool = _pools.pop(key, None)
+    if pool is None:
+        if device != "cpu":
+            while sum(size for size, *_ in _pools) + world_size > MAX_RANKS_ON_DEVICE:
+                if not _pools:
+                    break
+                _pools.pop(next(iter(_pools))).close()
+        pool = Pool(world_size, device, hides_gpus=hides_gpus)
+    _pools[key] = pool
+    return pool
 
 
 def close_pools() -> None:
@@ -344,9 +362,7 @@ def run_task(
     """Run ``body`` on ``world_size`` ranks; raise pytest's outcome of it."""
     timeout_s *= float(os.environ.get("FSDP_C_TEST_TIMEOUT_FACTOR", "1"))
     key = (world_size, device, hides_gpus)
-    pool = _pools.get(key)
-    if pool is None:
-        pool = _pools[key] = Pool(world_size, device, hides_gpus=hides_gpus)
+    pool = _pool_of(world_size, device, hides_gpus=hides_gpus)
     pool.num_tasks += 1
     path = sys.modules[body.__module__].__file__  # a decorator's body is elsewhere
     assert path is not None, body

@@ -51,4 +51,5 @@ def set_up_device(device: str, rank: int, world_size: int) -> str:
     os.environ.update(variables)
     torch.cuda.set_device(index)
     torch.set_default_device(torch.device("cuda", index))
+    torch.backends.cudnn.allow_tf32 = False  # of recurrent layers and convolutions
     return "cpu:gloo,cuda:nccl"

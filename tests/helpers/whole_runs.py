@@ -100,6 +100,8 @@ class Run:
         # same data, so that the unsharded model has the same gradients of its own.
         self.has_same_data = api == "flat"
         self.plain = build()
+        if {"cpu_offload", "offload_policy"} & set(options):
+            self.plain.cpu()  # the host's optimizer rounds otherwise
         model = build()
         if keep is not None:
             keep_whole(model, keep, max_padding=9.0)

@@ -184,7 +184,9 @@ def test_save_model(rank: int, case: tuple[str, str, int]) -> None:
         _assert_equal(dict(loaded.state_dict()), weights)
         batch = data(name, 1)[0]
         with torch.no_grad():
-            loaded(**{key: value[None] for key, value in batch.items()})
+            loaded(
+                **{key: value[None].to(loaded.device) for key, value in batch.items()}
+            )
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,7 @@ def test_sharded_optimizer_state(rank: int, use_orig_params: bool) -> None:
         then = optimizer.state.get(value, {})
         assert then or value.numel() == 0
         for key in then:
-            assert torch.equal(fresh.state[mine][key], then[key]), key
+            assert torch.equal(fresh.state[mine][key].cpu(), then[key].cpu()), key
     step(model, optimizer, 2)
     step(other, fresh, 2)
     for mine, value in zip(other.parameters(), model.parameters(), strict=True):

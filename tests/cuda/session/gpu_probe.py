@@ -31,11 +31,14 @@ import gpu_step  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from fsdp_c.bench._implementations import FSDP1, FSDP2, OURS  # noqa: E402
+from fsdp_c.bench._implementations import FSDP1, FSDP2, OURS, OURS_FULLY  # noqa: E402
 from helpers.one_gpu import one_gpu_environment  # noqa: E402
 
 Json = dict[str, Any]
-IMPLEMENTATIONS = {"fsdp_c": OURS, "fsdp1": FSDP1, "fsdp2": FSDP2}
+IMPLEMENTATIONS = {
+    **{"fsdp_c": OURS, "fully_shard": OURS_FULLY},
+    **{"fsdp1": FSDP1, "fsdp2": FSDP2},
+}
 PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}
 LOG_TAIL_CHARS = 3500
 # A capture waits longer than two rounds of the NCCL watchdog.
