@@ -291,6 +291,10 @@ def test_failures_of_tasks_are_raised() -> None:
     torch.cuda.synchronize()
     with pytest.raises(RuntimeError, match="same device"):
         torch.zeros(3) + torch.zeros(3, device="cpu")
+    with pytest.raises(RuntimeError, match="same device"):
+        torch.equal(torch.zeros(()), torch.zeros((), device="cpu"))
+    with pytest.raises(RuntimeError, match="same device"):
+        torch.zeros(3, 2).index_select(0, torch.zeros(1, device="cpu").long())
 
 
 @on_device

@@ -40,6 +40,23 @@ double from_further(double value, int distance);
 void launch(const void *kernel, unsigned num_blocks, unsigned num_threads,
             cudaStream_t stream, std::function<void()> body);
 
+// The launch fails as on a device if that cannot read there; NULL is fine.
+void check_reached(const void *data);
+
+// What a kernel reads and writes: tables of items (csrc/cuda/work.hpp),
+// pointers.
+template <typename Argument>
+void check_argument(const Argument &argument) {
+  if constexpr (std::is_class_v<Argument>) {
+    for (int i = 0; i < argument.num_items; i++) {
+      check_reached(argument.items[i].to);
+      check_reached(argument.items[i].from);
+    }
+  } else if constexpr (std::is_pointer_v<Argument>) {
+    check_reached(argument);
+  }
+}
+
 // What `kernel<<<blocks, threads, shared, stream>>>` becomes; `call` is the
 // kernel.
 template <typename Call>
@@ -47,6 +64,7 @@ auto launcher(Call call, unsigned num_blocks, unsigned num_threads,
               size_t /*shared*/, cudaStream_t stream) {
   return [=](auto &&...arguments) {
     static const char identity = 0;  // of the kernel's instance
+    (check_argument<std::decay_t<decltype(arguments)>>(arguments), ...);
     auto kept =
         std::make_tuple(std::forward<decltype(arguments)>(arguments)...);
     launch(&identity, num_blocks, num_threads, stream,

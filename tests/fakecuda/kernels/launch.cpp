@@ -17,6 +17,8 @@ int fakecuda_push(void *stream, void (*task)(void *), void (*drop)(void *),
                   void *argument, uint64_t *ticket);
 bool fakecuda_is_noop(void);
 void fakecuda_count_launch(void);
+bool fakecuda_is_reached(const void *data, size_t nbytes);
+void fakecuda_fail(int code, const char *message);
 }
 
 namespace fakecuda {
@@ -168,6 +170,12 @@ double from_further(double value, int distance) {
   const unsigned other = self - self % kWarp + lane;
   if (lane >= kWarp || other >= block->fibers.size()) return value;
   return block->fibers[other].told[parity];
+}
+
+void check_reached(const void *data) {
+  if (data == nullptr || fakecuda_is_reached(data, 1)) return;
+  fakecuda_fail(cudaErrorIllegalAddress,
+                "a kernel of csrc/cuda, in memory of the host");
 }
 
 void launch(const void *kernel, unsigned num_blocks, unsigned num_threads,

@@ -405,19 +405,45 @@ static bool resolve(operation *op, int num_ranks) {
          op->dtype == ncclFloat64;
 }
 
+static size_t send_nbytes(const operation *op, int num_ranks) {
+  const size_t nbytes = op->numel * size_of(op->dtype);
+  return op->kind == REDUCE_SCATTER ? nbytes * (size_t)num_ranks : nbytes;
+}
+
+static size_t receive_nbytes(const operation *op, int num_ranks) {
+  const size_t nbytes = op->numel * size_of(op->dtype);
+  return op->kind == ALL_GATHER ? nbytes * (size_t)num_ranks : nbytes;
+}
+
 /* The real one registers the buffers of a captured collective, each by the
  * handle that it begins in, unless NCCL_GRAPH_REGISTER is 0. */
 static bool can_be_captured(const operation *op, int num_ranks) {
   const char *said = getenv("NCCL_GRAPH_REGISTER");
-  const size_t nbytes = op->numel * size_of(op->dtype);
-  const size_t all = nbytes * (size_t)num_ranks;
   if (said != NULL && strcmp(said, "0") == 0) return true;
   return (op->send == NULL ||
-          fakecuda_is_one_region(op->send,
-                                 op->kind == REDUCE_SCATTER ? all : nbytes)) &&
+          fakecuda_is_one_region(op->send, send_nbytes(op, num_ranks))) &&
          (op->receive == NULL ||
-          fakecuda_is_one_region(op->receive,
-                                 op->kind == ALL_GATHER ? all : nbytes));
+          fakecuda_is_one_region(op->receive, receive_nbytes(op, num_ranks)));
+}
+
+/* Where the real one would read memory that the device cannot: the process ends
+ * there, or a later call fails with "an illegal memory access". */
+static bool is_reached(comm *self, const operation *op) {
+  const int num_ranks = self->num_ranks;
+  const char *name = "the buffer to send";
+  bool is_fine = op->send == NULL ||
+                 fakecuda_is_reached(op->send, send_nbytes(op, num_ranks));
+  if (is_fine) {
+    name = "the buffer to receive";
+    is_fine = op->receive == NULL ||
+              fakecuda_is_reached(op->receive, receive_nbytes(op, num_ranks));
+  }
+  if (is_fine) return true;
+  char message[160];
+  snprintf(message, sizeof message,
+           "illegal memory access: %s is in memory of the host", name);
+  comm_fail(self, ncclUnhandledCudaError, message);
+  return false;
 }
 
 /* ---- The calls ----------------------------------------------------------- */
@@ -431,6 +457,8 @@ static ncclResult_t add(comm *self, operation op, void *stream) {
   ncclResult_t result = ncclInvalidArgument;
   if (fakecuda_graph_of(stream) != 0 &&
       !can_be_captured(&op, self->num_ranks)) {
+    result = ncclUnhandledCudaError;
+  } else if (!is_reached(self, &op)) {
     result = ncclUnhandledCudaError;
   } else if (resolve(&op, self->num_ranks)) {
     result = collect(self, &op, stream);

@@ -135,6 +135,7 @@ int fakecuda_wait(void *stream, void *recorder, uint64_t ticket);
 int fakecuda_finish_ticket(void *stream, uint64_t ticket);
 uint64_t fakecuda_graph_of(void *stream);
 bool fakecuda_is_one_region(const void *data, size_t nbytes);
+bool fakecuda_is_reached(const void *data, size_t nbytes);
 bool fakecuda_is_noop(void);
 /* The other ranks of every communicator do not exist. */
 bool fakecuda_is_alone(void);

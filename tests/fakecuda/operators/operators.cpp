@@ -144,11 +144,14 @@ bool is_in_place(const c10::FunctionSchema &schema) {
 // may be on the host, and no tensor on another device.
 c10::Device check_devices(const c10::FunctionSchema &schema,
                           const Stack &arguments) {
+  // Of what tests compare and look up; torch refuses scalars of the host here.
+  const bool is_strict =
+      schema.name() == "aten::equal" || schema.name() == "aten::index_select";
   const bool takes_indices =
-      schema.name().find("index") != std::string::npos ||
-      schema.name().find("foreach") != std::string::npos ||
-      schema.name().find("fused") != std::string::npos ||
-      schema.name().find("_amp_") != std::string::npos;
+      !is_strict && (schema.name().find("index") != std::string::npos ||
+                     schema.name().find("foreach") != std::string::npos ||
+                     schema.name().find("fused") != std::string::npos ||
+                     schema.name().find("_amp_") != std::string::npos);
   std::optional<c10::Device> device;
   for (const IValue &value : arguments) {
     if (value.isDevice() && value.toDevice().is_cuda()) {
@@ -169,7 +172,8 @@ c10::Device check_devices(const c10::FunctionSchema &schema,
   }
   for (const IValue &value : arguments) {
     visit_tensors(value, [&](const at::Tensor &tensor) {
-      TORCH_CHECK(tensor.is_cuda() || tensor.dim() == 0 || takes_indices,
+      TORCH_CHECK(tensor.is_cuda() || (tensor.dim() == 0 && !is_strict) ||
+                      takes_indices,
                   "Expected all tensors to be on the same device, but found at "
                   "least two devices, ",
                   *device, " and ", tensor.device(), "! (",

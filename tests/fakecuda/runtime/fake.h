@@ -158,6 +158,9 @@ bool fake_region_remove(void *data, fake_kind kind, fake_region *removed);
 fake_region fake_region_of(const void *data);
 /* Whether one allocation, or one mapping, has all of it. */
 FAKE_API bool fakecuda_is_one_region(const void *data, size_t nbytes);
+/* Whether a device can read and write there: pageable memory of the host is
+ * none of its. */
+FAKE_API bool fakecuda_is_reached(const void *data, size_t nbytes);
 /* Takes a part of a device's memory, or gives it back. */
 bool fake_memory_take(int device, size_t nbytes);
 void fake_memory_give(int device, size_t nbytes);

@@ -103,6 +103,13 @@ bool fakecuda_is_one_region(const void *data, size_t nbytes) {
   return (const char *)data + nbytes <= region.data + region.nbytes;
 }
 
+bool fakecuda_is_reached(const void *data, size_t nbytes) {
+  if (nbytes == 0) return true;
+  const char *last = (const char *)data + nbytes - 1;
+  return fake_region_of(data).kind != FAKE_UNKNOWN &&
+         fake_region_of(last).kind != FAKE_UNKNOWN;
+}
+
 /* ---- How much there is --------------------------------------------------- */
 
 static size_t limit_of(int device) {
