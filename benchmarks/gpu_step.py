@@ -151,7 +151,9 @@ def run_worker(args: argparse.Namespace) -> None:
 def measure(args: argparse.Namespace) -> Json:
     """Train one implementation; return what this rank saw."""
     workload = WORKLOADS[args.device][args.workload]
-    trainer = Trainer(args.worker, workload)
+    trainer = Trainer(args.worker, workload, offloads=args.offload)
+    if args.offload:  # the host's optimizer would be most of the step
+        trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.0)
     num_losses = 0 if args.fake_world else min(_worker.NUM_LOSSES, args.warmup)
     result: Json = {"losses": trainer.first_losses(num_losses)}
     for _ in range(args.warmup - num_losses):
@@ -244,6 +246,9 @@ def parse_args() -> argparse.Namespace:
         "--workload", choices=list(WORKLOADS["cuda"]), help="only this one"
     )
     parser.add_argument(
+        "--offload", action="store_true", help="shards in host memory; SGD"
+    )
+    parser.add_argument(
         "--timeline", type=Path, help="draw one step of every job into this picture"
     )
     return parser.parse_args()
@@ -276,6 +281,8 @@ def main() -> int:
     options += ["--device", args.device]
     if args.fake_world:
         options += ["--fake-world", str(args.fake_world)]
+    if args.offload:
+        options.append("--offload")
     jobs = {
         f"{workload}: {name}": [
             *(__file__, "--worker", name, "--workload", workload, *options)
@@ -288,6 +295,8 @@ def main() -> int:
     gpu = f"{num_ranks} x {env['gpu']}" if "gpu" in env else ""
     print(environment_line(env), gpu or "CPU: a trial, not a measurement")
     print(f"$ {command_line()}")
+    if args.offload:
+        print("shards in host memory; SGD with a learning rate of 0")
     if args.fake_world:
         print(f"rank 0 of a fake world of {args.fake_world}: nothing is sent")
     wrong = []

@@ -30,6 +30,7 @@ def parallelise(
     reduce_dtype: torch.dtype | None = None,
     mesh: DeviceMesh | None = None,
     use_orig_params: bool = True,
+    offloads: bool = False,
 ) -> nn.Module:
     """Return ``model`` run by an implementation, one unit per ``Block``; it is used up.
 
@@ -42,6 +43,7 @@ def parallelise(
         reduce_dtype: Of the gradients' reduction, with ``param_dtype``.
         mesh: (replicate, shard), for HYBRID_SHARD; None: shards over all ranks.
         use_orig_params: Of the FSDP1 API.
+        offloads: Whether shards and their gradients are in host memory. Not with DDP.
     """
     if name in (OURS, FSDP1):
         wrapper: Any = FullyShardedDataParallel
@@ -55,20 +57,25 @@ def parallelise(
             sharding_strategy=strategies.HYBRID_SHARD if mesh else None,
             device_mesh=mesh,
             mixed_precision=precision if param_dtype else None,
+            cpu_offload=fsdp.CPUOffload(offload_params=offloads),
             use_orig_params=use_orig_params,
             device_id=device,
         )
         return wrapped
-    model = model.to(device)
+    if not offloads:
+        model = model.to(device)
     if name in (OURS_FULLY, FSDP2):
         shard: Any = fully_shard if name == OURS_FULLY else fsdp.fully_shard
-        if mesh is None:
-            mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        policy = fsdp.MixedPrecisionPolicy(param_dtype, reduce_dtype)
+        options: dict[str, Any] = {
+            "mesh": mesh or init_device_mesh(device.type, (dist.get_world_size(),)),
+            "mp_policy": fsdp.MixedPrecisionPolicy(param_dtype, reduce_dtype),
+        }
+        if offloads:
+            options["offload_policy"] = fsdp.CPUOffloadPolicy()
         for module in model.modules():
             if isinstance(module, Block):
-                shard(module, mesh=mesh, mp_policy=policy)
-        shard(model, mesh=mesh, mp_policy=policy)
+                shard(module, **options)
+        shard(model, **options)
         return model
     assert name == DDP
     _kept.append(nn.parallel.DistributedDataParallel(model))

@@ -34,7 +34,9 @@ GROUP_SIZE = {"cuda": 10, "cpu": 1}
 class Trainer:
     """A model, its optimizer and this rank's batch."""
 
-    def __init__(self, name: str, workload: Workload) -> None:
+    def __init__(
+        self, name: str, workload: Workload, *, offloads: bool = False
+    ) -> None:
         self.workload = workload
         self.on_gpu = workload.device == "cuda"
         dtype = workload.compute_dtype
@@ -43,7 +45,10 @@ class Trainer:
         if self.on_gpu:
             device = torch.device("cuda", torch.cuda.current_device())
         self.model = parallelise(
-            workload.model(), name, device, param_dtype=dtype, reduce_dtype=dtype
+            *(workload.model(), name, device),
+            param_dtype=dtype,
+            reduce_dtype=dtype,
+            offloads=offloads,
         )
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=3e-4, foreach=True
