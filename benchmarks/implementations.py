@@ -26,7 +26,7 @@ LABELS = {
     BARE: "bare model",
     FSDP_C_ORIG: "fsdp_c, use_orig_params=True",
     FSDP_C_FLAT: "fsdp_c, use_orig_params=False",
-    FSDP_C_C10D: "fsdp_c, use_orig_params=True, FSDP_C_SHM=0",
+    FSDP_C_C10D: "fsdp_c, use_orig_params=True, FSDP_C_TRANSPORT=c10d",
     FSDP_C_FULLY: "fsdp_c, fully_shard",
     FSDP1_ORIG: "torch FSDP1, use_orig_params=True",
     FSDP1_FLAT: "torch FSDP1, use_orig_params=False",
@@ -67,7 +67,7 @@ def parallelise(
     if implementation == BARE:
         return model
     if implementation == FSDP_C_C10D:
-        os.environ["FSDP_C_SHM"] = "0"  # gloo's own collectives
+        os.environ["FSDP_C_TRANSPORT"] = "c10d"  # gloo's own collectives
     return bench.parallelise(
         model,
         _APIS[implementation],

@@ -4,8 +4,9 @@
 
 Full fine-tuning, also with the optimizer in backward, LoRA inside the units,
 accumulation, activation checkpointing and bf16, of one transformer with AdamW on 2 and
-4 ranks: fsdp_c over gloo (FSDP_C_SHM=0) and over shared memory, whose rings count, its
-fully_shard over gloo, and torch's FSDP1 and FSDP2 over gloo. memory_trace.py counts.
+4 ranks: fsdp_c over gloo (FSDP_C_TRANSPORT=c10d) and over shared memory, whose rings
+count, its fully_shard over gloo, and torch's FSDP1 and FSDP2 over gloo.
+memory_trace.py counts.
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ def train(args: argparse.Namespace, trace: MemoryTrace) -> Json:
 
 def run(args: argparse.Namespace) -> None:
     """Join the other ranks, train, and report."""
-    os.environ["FSDP_C_SHM"] = "1" if args.transport == "shm" else "0"
+    os.environ["FSDP_C_TRANSPORT"] = "" if args.transport == "shm" else "c10d"
     with joined_group(args):
         trace = MemoryTrace()
         result = train(args, trace)

@@ -64,11 +64,11 @@ them. They leave out the kernel and stalls of the processor.
 
 Forward, backward and {optimizer} step with a gloo group, one thread per rank, {batch}
 x {time} bytes per rank. fsdp_c's collectives go through shared memory; with
-`FSDP_C_SHM=0` they go through gloo, as the others' do. DDP keeps the whole model and
-optimizer state on every rank. The bare model is the limit: as many processes, the
-whole model and optimizer state on every rank, no communication. Equal last losses show
-that all that communicate have trained the same model. All run with a heap that keeps
-its memory ([how](../guide/faq.md#steps-on-a-cpu-vary-from-run-to-run)).
+`FSDP_C_TRANSPORT=c10d` they go through gloo, as the others' do. DDP keeps the whole
+model and optimizer state on every rank. The bare model is the limit: as many processes,
+the whole model and optimizer state on every rank, no communication. Equal last losses
+show that all that communicate have trained the same model. All run with a heap that
+keeps its memory ([how](../guide/faq.md#steps-on-a-cpu-vary-from-run-to-run)).
 
 {train_step}
 

@@ -65,7 +65,7 @@ LINK_NUMEL = 1 << 20
 LABELS = {
     **LABELS,
     FSDP_C_ORIG: "fsdp_c, by hosts",
-    FLAT: "fsdp_c, flat (FSDP_C_HIERARCHICAL=0)",
+    FLAT: "fsdp_c, flat (FSDP_C_TRANSPORT=flat)",
     IN_HOST: "fsdp_c, shards in each host only",
 }
 IMPLEMENTATIONS = [BARE, FSDP_C_ORIG, FLAT, FSDP1_ORIG, FSDP2, IN_HOST]
@@ -203,7 +203,7 @@ def on_host(name: str, rank: int) -> Sequence[str]:
         *("ip", "netns", "exec", _namespace(host), "env"),
         f"FSDP_C_HOST_ID=host{host}",
         f"GLOO_SOCKET_IFNAME={_interface(host)}",
-        f"FSDP_C_HIERARCHICAL={int(name != FLAT)}",
+        f"FSDP_C_TRANSPORT={'flat' if name == FLAT else ''}",
     ]
 
 

@@ -174,7 +174,7 @@ fsdp_status fsdp_shm_priv_read_ranges(fsdp_shm *shm, int64_t peer,
   if (code != 0) {
     return FSDP_FAIL(error, FSDP_BACKEND,
                      "rank %" PRId64 " cannot read the memory of rank %" PRId64
-                     " (process %" PRId64 "): %s; set FSDP_C_SHM=0",
+                     " (process %" PRId64 "): %s; set FSDP_C_TRANSPORT=rings",
                      shm->rank, peer, other->process.pid, strerror(code));
   }
   *read = true;

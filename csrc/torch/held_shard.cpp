@@ -5,9 +5,9 @@
 // data loader's workers, which read no parameter, as much memory as the shards.
 // So the child is refused: its storages over such pages raise when they are
 // read. Whoever wants the values clones them before the fork, or turns shards
-// in place off (FSDP_C_SHM=copy). The handler runs in the child before anything
-// else and costs a few stores for each shard. It needs what holds shards: all
-// of them are in a list, whose lock fork holds.
+// in place off (FSDP_C_TRANSPORT=copy). The handler runs in the child before
+// anything else and costs a few stores for each shard. It needs what holds
+// shards: all of them are in a list, whose lock fork holds.
 #include "torch/held_shard.hpp"
 
 #include <c10/core/CPUAllocator.h>
@@ -53,11 +53,11 @@ void refuse_in_child(const HeldShard &held) {
   }
   refuse_access(
       *storage,
-      c10::str(
-          "FSDP unit '", held.region->unit,
-          "': this process was forked, and its shards are memory of its "
-          "parent, where values change when the parent trains on. Clone "
-          "what the child reads before the fork, or set FSDP_C_SHM=copy."));
+      c10::str("FSDP unit '", held.region->unit,
+               "': this process was forked, and its shards are memory of its "
+               "parent, where values change when the parent trains on. Clone "
+               "what the child reads before the fork, or set "
+               "FSDP_C_TRANSPORT=copy."));
 }
 
 void before_fork() {

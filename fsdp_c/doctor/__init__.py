@@ -209,9 +209,9 @@ def _gloo_rows(machine: Machine) -> Iterator[Row]:
         yield Row(_SECTION, "gloo", "this torch has no gloo", "note")
         return
     why_not = machine.parts["why_no_shm"].removeprefix("rank 0: ")
-    if machine.env.get("FSDP_C_SHM") == "0":
-        remedy = "unset FSDP_C_SHM on all ranks"
-        value = "c10d's gloo: shared memory is switched off by FSDP_C_SHM=0"
+    if machine.env.get("FSDP_C_TRANSPORT") == "c10d":
+        remedy = "unset FSDP_C_TRANSPORT on all ranks"
+        value = "c10d's gloo: shared memory is switched off by FSDP_C_TRANSPORT=c10d"
         yield Row(_SECTION, name, value, "note", remedy)
     elif why_not:
         value = f"c10d's gloo, slower: no shared memory, {why_not}"
@@ -224,10 +224,7 @@ def _gloo_rows(machine: Machine) -> Iterator[Row]:
             "shared memory, where it works between all ranks of the group: up to 17 "
             "MiB per rank and group, if all of it is at most half of the free memory",
         )
-    is_flat = "0" in (
-        machine.env.get("FSDP_C_SHM"),
-        machine.env.get("FSDP_C_HIERARCHICAL"),
-    )
+    is_flat = machine.env.get("FSDP_C_TRANSPORT") in ("c10d", "flat")
     yield Row(_SECTION, "gloo, several hosts", _FLAT_GLOO if is_flat else _GLOO)
 
 
@@ -235,12 +232,13 @@ def _nccl_rows(machine: Machine) -> Iterator[Row]:
     parts = machine.parts
     why_not = parts["why_no_nccl"]
     is_forced = "FSDP_C_NCCL_LIBRARY" in machine.env
-    is_off = machine.env.get("FSDP_C_NCCL") == "0"
+    is_off = machine.env.get("FSDP_C_TRANSPORT") == "c10d"
     if not machine.has_nccl:
         yield Row(_SECTION, "nccl", "no such groups: this torch has no NCCL")
     elif is_off:
-        value = "the group's own c10d backend: switched off by FSDP_C_NCCL=0"
-        yield Row(_SECTION, "nccl", value, "note", "unset FSDP_C_NCCL on all ranks")
+        value = "the group's own c10d backend: switched off by FSDP_C_TRANSPORT=c10d"
+        remedy = "unset FSDP_C_TRANSPORT on all ranks"
+        yield Row(_SECTION, "nccl", value, "note", remedy)
     elif why_not:
         value = "the group's own c10d backend: no usable libnccl"
         remedy = "install NCCL 2.18 or newer"
@@ -248,7 +246,7 @@ def _nccl_rows(machine: Machine) -> Iterator[Row]:
             remedy = "correct FSDP_C_NCCL_LIBRARY, or unset it"
         yield Row(_SECTION, "nccl", value, "warning", remedy)
     else:
-        value = f"NCCL directly; {_NOT_RUN}, FSDP_C_NCCL=0 goes back to c10d"
+        value = f"NCCL directly; {_NOT_RUN}, FSDP_C_TRANSPORT=c10d goes back to c10d"
         yield Row(_SECTION, "nccl", value)
 
     if not why_not:

@@ -24,11 +24,6 @@ SWITCHES = (
         "the file of the kernels for CUDA tensors; for tests without a GPU",
     ),
     Switch(
-        "FSDP_C_HIERARCHICAL",
-        "1",
-        "0: gloo groups on several hosts use c10d alone, no shared memory in each",
-    ),
-    Switch(
         "FSDP_C_HOST_ID",
         "the machine's start and PID namespace",
         "a name of this rank's host; ranks with one name share a host",
@@ -37,11 +32,6 @@ SWITCHES = (
         "FSDP_C_INSTALL",
         "0",
         "1: fsdp_c takes the place of torch's FSDP; set by python -m fsdp_c launch",
-    ),
-    Switch(
-        "FSDP_C_NCCL",
-        "1",
-        "0: on a device, collectives go through c10d, not NCCL directly",
     ),
     Switch(
         "FSDP_C_NCCL_LIBRARY",
@@ -65,16 +55,17 @@ SWITCHES = (
         "seconds that a process at its end waits for a save whose folder does not grow",
     ),
     Switch(
-        "FSDP_C_SHM",
-        "1",
-        "0: gloo ranks of one host talk through c10d, not through shared memory; "
-        "rings: they do not read each other's memory (process_vm_readv); "
-        "copy: shards are private memory, which is gathered, not read in place",
-    ),
-    Switch(
         "FSDP_C_TRACE",
         "nothing is recorded",
         "a folder: each rank writes a timeline of its third to fifth step there",
+    ),
+    Switch(
+        "FSDP_C_TRANSPORT",
+        "shared memory between the gloo ranks of a host, NCCL called from C",
+        "c10d: the group's own backend carries all collectives; "
+        "flat: gloo groups on several hosts use it, those of one host do not; "
+        "rings: ranks of a host do not read each other's memory (process_vm_readv); "
+        "copy: shards are private memory, which is gathered, not read in place",
     ),
     Switch(
         "FSDP_USE_FULL_PREC_IN_EVAL",

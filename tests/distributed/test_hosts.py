@@ -149,17 +149,18 @@ def test_ranks_that_do_not_follow_each_other_are_flat() -> None:
         del model
 
 
-@pytest.mark.parametrize("switch", ["FSDP_C_HIERARCHICAL", "FSDP_C_SHM"])
+@pytest.mark.parametrize("value", ["flat", "c10d"])
 @distributed(world_size=4)
-def test_a_switch_on_one_rank_keeps_all_flat(rank: int, switch: str) -> None:
+def test_a_switch_on_one_rank_keeps_all_flat(rank: int, value: str) -> None:
     """The others hear of it."""
     with on_hosts("a", "a", "b", "b") as group:
         with pytest.MonkeyPatch.context() as patch:
             if rank == 2:
-                patch.setenv(switch, "0")
+                patch.setenv("FSDP_C_TRANSPORT", value)
             model = fsdp(torch.nn.Linear(4, 4), process_group=group)
             model(torch.ones(2, 4)).sum().backward()
-        assert transport_of(group) == ("c10d", f"rank 2: switched off by {switch}=0")
+        why = f"rank 2: switched off by FSDP_C_TRANSPORT={value}"
+        assert transport_of(group) == ("c10d", why)
         del model
 
 
@@ -167,11 +168,11 @@ def test_a_switch_on_one_rank_keeps_all_flat(rank: int, switch: str) -> None:
 def test_all_ranks_are_switched_off_and_on() -> None:
     """It holds for the engines that come later, also once the ranks have met."""
     with on_hosts("a", "a", "b", "b") as group:
-        for name in ("0", "1", "0"):
+        for value in ("flat", "", "flat"):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setenv("FSDP_C_HIERARCHICAL", name)
+                patch.setenv("FSDP_C_TRANSPORT", value)
                 model = fsdp(torch.nn.Linear(4, 4), process_group=group)
                 model(torch.ones(2, 4)).sum().backward()
                 nbytes = fsdp_c.memory_stats(model)["ring_nbytes"]
-                assert (nbytes > 0) == (name == "1")
+                assert (nbytes > 0) == (value == "")
                 del model

@@ -118,10 +118,10 @@ def test_kept_parameters_are_copies(strategy: ShardingStrategy) -> None:
 @pytest.mark.parametrize("value", ["copy", "rings"])
 @distributed(world_size=2)
 def test_switch(rank: int, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FSDP_C_SHM=copy on one rank turns it off on all; rings do not."""
+    """FSDP_C_TRANSPORT=copy on one rank turns it off on all; rings do not."""
     group = dist.new_group()
     if rank == 1 or value == "rings":
-        monkeypatch.setenv("FSDP_C_SHM", value)
+        monkeypatch.setenv("FSDP_C_TRANSPORT", value)
     gc.collect()
     before = _mapped_nbytes()
     model = _wrap("fsdp", process_group=group)

@@ -128,12 +128,12 @@ TRAINS: list[Train] = [
 def _compare(api: str, train: Train, monkeypatch: Any, **options: Any) -> None:
     """Gradients are those of a group whose ranks share no memory, to the bit."""
     groups = [dist.new_group(), dist.new_group()]
-    monkeypatch.setenv("FSDP_C_SHM", "0")
+    monkeypatch.setenv("FSDP_C_TRANSPORT", "c10d")
     plain = _make(api, groups[0], **options)
     x = torch.randn(4, WIDTH, generator=seeded(dist.get_rank()))
     train(plain, x)
     expected = _grads(plain)
-    monkeypatch.delenv("FSDP_C_SHM")
+    monkeypatch.delenv("FSDP_C_TRANSPORT")
     model = _make(api, groups[1], **options)
     for _ in range(2):
         train(model, x)

@@ -83,11 +83,17 @@ def test_a_switch_on_one_rank_holds_for_all(rank: int) -> None:
     with over("c10d" if rank == 1 else OWN):
         model = fsdp(torch.nn.Linear(4, 4), process_group=group)
         model(torch.ones(2, 4)).sum().backward()
-        switch = {"shm": "FSDP_C_SHM", "nccl": "FSDP_C_NCCL"}[OWN]
-        why = f"rank 1: switched off by {switch}=0"
+        why = "rank 1: switched off by FSDP_C_TRANSPORT=c10d"
         assert transport_of(group) == ("c10d", why)
         del model
     dist.destroy_process_group(group)
+
+
+@distributed(world_size=2)
+def test_a_value_that_means_nothing_is_refused() -> None:
+    match = "=gloo: set it to c10d, flat, rings or copy"
+    with over("gloo"), pytest.raises(ValueError, match=match):
+        fsdp(torch.nn.Linear(4, 4))(torch.ones(2, 4))
 
 
 @distributed(world_size=2)

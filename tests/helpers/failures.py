@@ -516,7 +516,8 @@ def _fork_rank(config: dict[str, Any], rank: int) -> int:
     if pid != 0:
         return pid
     _die_with_parent()
-    os.environ["FSDP_C_SHM"] = str(int(config["transport"] != "c10d"))
+    if config["transport"] == "c10d":
+        os.environ["FSDP_C_TRANSPORT"] = "c10d"
     if config["transport"] == "hierarchical":
         os.environ["FSDP_C_HOST_ID"] = f"host{rank // 2}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND

@@ -14,18 +14,17 @@ import torch.distributed as dist
 from helpers.distributed import TEST_DEVICE
 
 OWN = "shm" if TEST_DEVICE == "cpu" else "nccl"
-SWITCHES = ("FSDP_C_SHM", "FSDP_C_NCCL")
+SWITCH = "FSDP_C_TRANSPORT"
 
 
 @contextmanager
 def over(transport: str) -> Iterator[None]:
     """Engines first used in here try their own, or use c10d, on ranks that do so.
 
-    Other values than these two are the switches' own.
+    Other values than these two are the switch's own.
     """
     with pytest.MonkeyPatch.context() as patch:
-        for name in SWITCHES:
-            patch.setenv(name, {OWN: "1", "c10d": "0"}.get(transport, transport))
+        patch.setenv(SWITCH, "" if transport == OWN else transport)
         yield
 
 
@@ -50,6 +49,6 @@ def num_scratches(group: dist.ProcessGroup | None = None) -> int:
     """
     if TEST_DEVICE != "cpu":
         return 0
-    if os.environ.get(SWITCHES[0]) == "0":
+    if os.environ.get(SWITCH) == "c10d":
         return 1
     return 0 if transport_of(group or dist.group.WORLD)[0] == OWN else 1

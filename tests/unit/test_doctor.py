@@ -94,7 +94,7 @@ def test_every_value_is_in_the_table() -> None:
         for switch in SWITCHES
         for value in _EXPLAINED.findall(switch.meaning)
     }
-    assert ("FSDP_C_SHM", "copy") in table
+    assert ("FSDP_C_TRANSPORT", "copy") in table
     assert _values_read_by(_sources()) == table
 
 
@@ -156,7 +156,12 @@ def test_healthy() -> None:
             "warning",
             "more memory",
         ),
-        ({"env": {"FSDP_C_SHM": "0"}}, "gloo, one host", "note", "unset FSDP_C_SHM"),
+        (
+            {"env": {"FSDP_C_TRANSPORT": "c10d"}},
+            "gloo, one host",
+            "note",
+            "unset FSDP_C_TRANSPORT",
+        ),
         (
             {"has_nccl": True, "parts": {**PARTS, "why_no_nccl": "2.17 is too old"}},
             "nccl",
@@ -208,14 +213,14 @@ def _value(name: str, **change: object) -> str:
 def test_what_carries_gloo_groups() -> None:
     assert _value("gloo, one host").startswith("shared memory")
     assert "shared memory" in _value("gloo, several hosts")
-    flat = _value("gloo, several hosts", env={"FSDP_C_HIERARCHICAL": "0"})
+    flat = _value("gloo, several hosts", env={"FSDP_C_TRANSPORT": "flat"})
     assert flat.startswith("c10d's gloo: ")
     parts = {**PARTS, "why_no_shm": "rank 0: memfd_create failed (EPERM)"}
     value = _value("gloo, one host", parts=parts)
     assert value.startswith("c10d's gloo")
     assert value.endswith("no shared memory, memfd_create failed (EPERM)")
-    value = _value("gloo, one host", env={"FSDP_C_SHM": "0"})
-    assert "FSDP_C_SHM=0" in value
+    value = _value("gloo, one host", env={"FSDP_C_TRANSPORT": "c10d"})
+    assert "FSDP_C_TRANSPORT=c10d" in value
 
 
 @pytest.mark.parametrize(
@@ -223,8 +228,12 @@ def test_what_carries_gloo_groups() -> None:
     [
         (False, {}, "no such groups"),
         (True, {}, "NCCL directly"),
-        (True, {"FSDP_C_NCCL": "0"}, "the group's own c10d backend: switched off"),
-        (False, {"FSDP_C_NCCL": "0"}, "no such groups"),
+        (
+            True,
+            {"FSDP_C_TRANSPORT": "c10d"},
+            "the group's own c10d backend: switched off",
+        ),
+        (False, {"FSDP_C_TRANSPORT": "c10d"}, "no such groups"),
         (False, {"FSDP_C_NCCL_LIBRARY": "/x"}, "no such groups"),
     ],
 )

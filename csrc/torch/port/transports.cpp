@@ -150,8 +150,20 @@ bool has_value(const char *name, const char *wanted) {
   return value != nullptr && std::strcmp(value, wanted) == 0;
 }
 
-bool is_switched_off(const char *name) {
-  return has_value(name, "0");
+// A word that means nothing would leave the user with what he did not want.
+void check_switch() {
+  const char *value = std::getenv("FSDP_C_TRANSPORT");
+  if (value == nullptr || *value == '\0') return;
+  if (has_value("FSDP_C_TRANSPORT", "c10d") ||
+      has_value("FSDP_C_TRANSPORT", "flat") ||
+      has_value("FSDP_C_TRANSPORT", "rings") ||
+      has_value("FSDP_C_TRANSPORT", "copy")) {
+    return;
+  }
+  throw std::invalid_argument(
+      std::string("FSDP_C_TRANSPORT=") + value +
+      ": set it to c10d, flat, rings or copy, or unset it; "
+      "`python -m fsdp_c doctor` says what they do");
 }
 
 bool is_nccl(c10d::ProcessGroup &group, c10::DeviceType device) {
@@ -267,7 +279,7 @@ std::shared_ptr<fsdp_transport> meet_in_shm(const Connection &connection,
   options.ring_nbytes = (connection.ring_nbytes + options.slot_nbytes - 1) /
                         options.slot_nbytes * options.slot_nbytes;
   options.message_nbytes = kMessageNbytes;
-  if (has_value("FSDP_C_SHM", "rings")) options.direct_call_nbytes = -1;
+  if (has_value("FSDP_C_TRANSPORT", "rings")) options.direct_call_nbytes = -1;
   options.timeout_ms = timeout_ms;
   options.meeting_timeout_ms = timeout_ms;
   fsdp_transport *transport = nullptr;
@@ -330,15 +342,13 @@ Kind kind_for(const Group &group, c10::Device device, std::string *why_not) {
 // The reason if a switch turns the transport off on this rank. The ranks tell
 // each other when they meet, and none uses it then.
 const char *refusal_of(Kind kind, bool spans_hosts) {
-  if (kind == Kind::kShm && is_switched_off("FSDP_C_SHM")) {
-    return "switched off by FSDP_C_SHM=0";
+  if (kind == Kind::kC10d) return nullptr;
+  if (has_value("FSDP_C_TRANSPORT", "c10d")) {
+    return "switched off by FSDP_C_TRANSPORT=c10d";
   }
   if (kind == Kind::kShm && spans_hosts &&
-      is_switched_off("FSDP_C_HIERARCHICAL")) {
-    return "switched off by FSDP_C_HIERARCHICAL=0";
-  }
-  if (kind == Kind::kNccl && is_switched_off("FSDP_C_NCCL")) {
-    return "switched off by FSDP_C_NCCL=0";
+      has_value("FSDP_C_TRANSPORT", "flat")) {
+    return "switched off by FSDP_C_TRANSPORT=flat";
   }
   return nullptr;
 }
@@ -485,6 +495,7 @@ PyObject *group_object(const Group &group) {
 
 void connect(Group &group, c10::Device device, int64_t call_nbytes) {
   if (group.world_size == 1) return;
+  check_switch();
   if (!group.c10d) group.c10d = make_c10d_transport(group);
   group.transport = group.c10d;
   const Kind kind = kind_for(group, device, &group.why_c10d);
@@ -541,7 +552,8 @@ void connect(Group &group, c10::Device device, int64_t call_nbytes) {
 }
 
 bool may_read_in_place() {
-  return !is_switched_off("FSDP_C_SHM") && !has_value("FSDP_C_SHM", "copy");
+  return !has_value("FSDP_C_TRANSPORT", "c10d") &&
+         !has_value("FSDP_C_TRANSPORT", "copy");
 }
 
 void merge_small_calls(Group &group, Mergings &made) {

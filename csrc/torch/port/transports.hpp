@@ -26,7 +26,7 @@ struct _object *group_object(const Group &group);
 // (Note [Size of rings]).
 void connect(Group &group, c10::Device device, int64_t call_nbytes);
 
-// Whether FSDP_C_SHM lets others read this rank's shards in place.
+// Whether FSDP_C_TRANSPORT lets others read this rank's shards in place.
 bool may_read_in_place();
 
 // Lets the group's transport, if it is one of a host, make small calls one

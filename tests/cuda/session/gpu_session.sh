@@ -49,7 +49,7 @@ mkdir -p "$OUT" "$TREE"
 PATH="$(dirname "$PY"):/usr/local/cuda/bin:$PATH"
 export PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PYTHONPATH=$TREE
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false GLOO_SOCKET_IFNAME=lo
-unset FSDP_C_CUDA FSDP_C_NCCL FSDP_C_NCCL_LIBRARY FSDP_C_TEST_DEVICE
+unset FSDP_C_CUDA FSDP_C_TRANSPORT FSDP_C_NCCL_LIBRARY FSDP_C_TEST_DEVICE
 exec > >(tee -a "$OUT/log.txt") 2>&1
 SUMMARY=$OUT/summary.txt
 JSON=$OUT/results.jsonl
@@ -185,7 +185,7 @@ nccl2() { # csrc/nccl against a real libnccl
   for each in full_shard bf16 gradient_accumulation no_shard shard_grad_op memory launches; do
     two_ranks $each $each
   done
-  two_ranks "full_shard, c10d's NCCL" full_shard FSDP_C_NCCL=0
+  two_ranks "full_shard, c10d's NCCL" full_shard FSDP_C_TRANSPORT=c10d
   two_ranks "bf16, ATen's kernels" bf16 FSDP_C_CUDA=0
   two_ranks "full_shard, ordered" full_shard NCCL_LAUNCH_ORDER_IMPLICIT=1
   # Equal losses, and what a collective costs the host. The device's time means
@@ -197,7 +197,7 @@ nccl2() { # csrc/nccl against a real libnccl
   # does it hang?
   probe_job "nccl, 2 ranks: fully_shard bf16" 150 --group nccl --ranks 2 \
     --impl fully_shard --warmup 2 --losses 1 --steps 3
-  FSDP_C_NCCL=0 probe_job "nccl, 2 ranks: fsdp_c bf16 over c10d" 120 --group nccl --ranks 2
+  FSDP_C_TRANSPORT=c10d probe_job "nccl, 2 ranks: fsdp_c bf16 over c10d" 120 --group nccl --ranks 2
   for each in fsdp_c fsdp2; do
     probe_job "nccl, 2 ranks: $each fp32" 120 --group nccl --ranks 2 --precision fp32 --impl $each
   done
