@@ -7,7 +7,6 @@ from fsdp_c.checkpoint._errors import CheckpointError
 from fsdp_c.checkpoint._export import export
 from fsdp_c.checkpoint._import import Imported, import_safetensors
 from fsdp_c.checkpoint._load import Loaded, load
-from fsdp_c.checkpoint._reshard import reshard
 from fsdp_c.checkpoint._save import SaveHandle, save
 from fsdp_c.checkpoint._verify import Info, info, verify
 
@@ -21,7 +20,6 @@ __all__ = [
     "import_safetensors",
     "info",
     "load",
-    "reshard",
     "save",
     "verify",
 ]

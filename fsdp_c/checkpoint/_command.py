@@ -1,4 +1,4 @@
-"""The command line: python -m fsdp_c checkpoint info|verify|export|reshard PATH."""
+"""The command line: python -m fsdp_c checkpoint info|verify|export PATH."""
 
 import argparse
 import sys
@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from fsdp_c.checkpoint._dtypes import DTYPES
 from fsdp_c.checkpoint._errors import CheckpointError
 from fsdp_c.checkpoint._export import export
-from fsdp_c.checkpoint._reshard import reshard
 from fsdp_c.checkpoint._verify import info, verify
 
 _DTYPES = {
@@ -41,15 +40,9 @@ def _parser() -> argparse.ArgumentParser:
     to_files.add_argument(
         "--dtype", choices=sorted(_DTYPES), help="convert floating-point tensors"
     )
-    to_ranks = add("reshard", "rewrite a checkpoint for another number of ranks")
-    to_ranks.add_argument("target", metavar="TARGET", help="new checkpoint folder")
-    to_ranks.add_argument(
-        "--world-size", type=int, required=True, help="new number of ranks"
+    to_files.add_argument(
+        "--overwrite", action="store_true", help="replace TARGET if it exists"
     )
-    for command in (to_files, to_ranks):
-        command.add_argument(
-            "--overwrite", action="store_true", help="replace TARGET if it exists"
-        )
     return parser
 
 
@@ -77,23 +70,10 @@ def _export(words: argparse.Namespace) -> None:
         print(name)
 
 
-def _reshard(words: argparse.Namespace) -> None:
-    left_out = reshard(
-        words.path, words.target, words.world_size, overwrite=words.overwrite
-    )
-    print(f"{words.target}: {words.world_size} ranks")
-    if left_out:
-        print(
-            f"left out, because each rank had its own: {', '.join(left_out)}",
-            file=sys.stderr,
-        )
-
-
 _COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
     "info": _info,
     "verify": _verify,
     "export": _export,
-    "reshard": _reshard,
 }
 
 

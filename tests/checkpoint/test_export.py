@@ -189,45 +189,6 @@ def test_progress_is_shown_on_rank_0(rank: int, tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("new_size", [1, 3, 7])
-@distributed(world_size=3)
-def test_reshard(rank: int, tmp_path: Path, new_size: int) -> None:
-    """What was written for another number of ranks loads, optimizer and all."""
-    model = _wrap(MLP())
-    optim = torch.optim.AdamW(model.parameters(), lr=0.01)
-    model(torch.randn(4, 6)).sum().backward()
-    optim.step()
-    expected = copy.deepcopy(full_state_dict(model))
-    extra = {"order": torch.arange(4)}
-    checkpoint.save(tmp_path / "a", model, optim, extra=extra, rank_extra=rank)
-    if rank == 0:
-        left = checkpoint.reshard(tmp_path / "a", tmp_path / "b", new_size)
-        assert left == ([] if new_size == 3 else ["random states", "rank_extra"])
-        found = checkpoint.verify(tmp_path / "b")
-        assert found.manifest.world_size == new_size
-        assert found.numel == checkpoint.info(tmp_path / "a").numel
-        checkpoint.reshard(tmp_path / "b", tmp_path / "again", 3)
-        for number in range(3):
-            name = f"rank-{number:05d}-of-00003.safetensors"
-            one, two = (load_file(tmp_path / each / name) for each in ("a", "again"))
-            one = {k: v for k, v in one.items() if not k.startswith("plain/")}
-            two = {k: v for k, v in two.items() if not k.startswith("plain/")}
-            assert_same_tensors(name, two, one, 0.0)
-    dist.barrier()
-    states = copy.deepcopy(optim.state_dict())
-    with torch.no_grad():
-        for param in model.parameters():
-            param.zero_()
-    optim.state.clear()
-    loaded = checkpoint.load(tmp_path / "b", model, optim)
-    assert loaded.extra["order"].tolist() == [0, 1, 2, 3]
-    assert loaded.rank_extra == (rank if new_size == 3 else None)
-    assert_same_tensors("state", full_state_dict(model), expected, 0.0)
-    for key, state in optim.state_dict()["state"].items():
-        for name, value in state.items():
-            assert torch.equal(value, states["state"][key][name]), (key, name)
-
-
 @distributed(world_size=1)
 def test_commands(tmp_path: Path) -> None:
     import contextlib
@@ -258,12 +219,6 @@ def test_commands(tmp_path: Path) -> None:
     assert (status, out, err) == (0, "model.safetensors\n", "")
     assert run("export", path, f"{path}-hf")[0] == 1
     assert run("export", path, f"{path}-hf", "--overwrite")[0] == 0
-    status, out, err = run("reshard", path, f"{path}-2", "--world-size", "2")
-    assert status == 0
-    assert "random states" in err
-    assert run("verify", f"{path}-2")[0] == 0
-    assert run("reshard", path, f"{path}-2", "--world-size", "2")[0] == 1
-    assert run("reshard", path, path, "--world-size", "2")[0] == 1
     data = tmp_path / "c" / "rank-00000-of-00001.safetensors"
     data.write_bytes(data.read_bytes()[:-1])
     status, out, err = run("verify", path)

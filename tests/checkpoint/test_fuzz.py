@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_c import checkpoint
@@ -244,26 +245,46 @@ def _listing(folder: Path) -> dict[str, Any]:
 
 
 class _Run:
-    """A model, an optimizer, and a checkpoint of another state of both."""
+    """A model and an optimizer of rank 0 alone; a checkpoint of three ranks' others."""
 
-    def __init__(self, folder: Path) -> None:
-        policy = ModuleWrapPolicy({Block})
-        torch.manual_seed(0)
-        self.model = fsdp(MLP(), auto_wrap_policy=policy, use_orig_params=True)
-        self.optim = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optim, 1)
+    def __init__(self, rank: int, folder: Path) -> None:
+        """Collective; the rest is rank 0's."""
+        self._make(dist.group.WORLD)
         self.step()
-        self.saved = self.state()
         checkpoint.save(
-            folder / "one",
+            folder / "good",
             self.model,
             self.optim,
             scheduler=self.scheduler,
             extra={"order": torch.arange(5), "position": [1, 2]},
         )
-        checkpoint.reshard(folder / "one", folder / "good", NUM_RANKS)
+        weights = full_state_dict(self.model)
+        self.group = dist.new_group([0])
+        if rank != 0:
+            return
+        self._make(self.group)
+        self.step()
+        self.load(folder / "good")
+        self.saved = self.state()
+        for name, weight in weights.items():
+            assert torch.equal(self.saved[name], weight)
         self.step()
         self.before = self.state()
+        checkpoint.save(
+            folder / "before",
+            *(self.model, self.optim),
+            scheduler=self.scheduler,
+            process_group=self.group,
+        )
+
+    def _make(self, group: Any) -> None:
+        policy = ModuleWrapPolicy({Block})
+        torch.manual_seed(0)
+        self.model = fsdp(
+            MLP(), process_group=group, auto_wrap_policy=policy, use_orig_params=True
+        )
+        self.optim = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optim, 1)
 
     def step(self) -> None:
         self.optim.zero_grad()
@@ -281,7 +302,16 @@ class _Run:
 
     def load(self, path: Path) -> checkpoint.Loaded:
         return checkpoint.load(
-            path, self.model, self.optim, scheduler=self.scheduler, strict=True
+            path,
+            *(self.model, self.optim),
+            scheduler=self.scheduler,
+            strict=True,
+            process_group=self.group,
+        )
+
+    def take(self, folder: Path) -> Any:
+        return checkpoint.import_safetensors(
+            folder, self.model, process_group=self.group
         )
 
     def reset(self, folder: Path) -> None:
@@ -322,10 +352,11 @@ def _check(run: _Run, path: Path, how: str) -> bool:
 
 
 @numbers_of_cases
-@distributed(world_size=1, timeout_s=1200.0)
-def test_hostile_files(tmp_path: Path, num_cases: int) -> None:
-    run = _Run(tmp_path)
-    checkpoint.save(tmp_path / "before", run.model, run.optim, scheduler=run.scheduler)
+@distributed(world_size=NUM_RANKS, timeout_s=1200.0)
+def test_hostile_files(rank: int, tmp_path: Path, num_cases: int) -> None:
+    run = _Run(rank, tmp_path)
+    if rank != 0:
+        return
     (tmp_path / "secret").write_text("secret")
     path = tmp_path / "bad"
     num_refused = 0
@@ -346,6 +377,7 @@ def test_hostile_files(tmp_path: Path, num_cases: int) -> None:
             run.reset(tmp_path)
         shutil.rmtree(path)
     assert num_refused > 0.7 * num_cases
+    dist.destroy_process_group(run.group)
 
 
 def _mutate_set(folder: Path, numbers: random.Random) -> None:
@@ -368,11 +400,13 @@ def _mutate_set(folder: Path, numbers: random.Random) -> None:
 
 
 @numbers_of_cases
-@distributed(world_size=1, timeout_s=600.0)
-def test_hostile_sets(tmp_path: Path, num_cases: int) -> None:
+@distributed(world_size=NUM_RANKS, timeout_s=600.0)
+def test_hostile_sets(rank: int, tmp_path: Path, num_cases: int) -> None:
     """Files to import have no checksums: refused in words, or read as they say."""
     num_cases //= 2
-    run = _Run(tmp_path)
+    run = _Run(rank, tmp_path)
+    if rank != 0:
+        return
     good = tmp_path / "set"
     checkpoint.export(tmp_path / "good", good, max_shard_size=1000)
     path = tmp_path / "bad"
@@ -383,9 +417,7 @@ def test_hostile_sets(tmp_path: Path, num_cases: int) -> None:
         before = _listing(tmp_path)
         try:
             with _only_inside(path, follows_links=True):
-                found, message = _outcome(
-                    lambda: checkpoint.import_safetensors(path, run.model)
-                )
+                found, message = _outcome(lambda: run.take(path))
             assert "in part only" not in message, message
             assert _listing(tmp_path) == before, "files changed"
         except Exception as error:
@@ -395,7 +427,8 @@ def test_hostile_sets(tmp_path: Path, num_cases: int) -> None:
             num_refused += 1
             assert_same_tensors(f"case {case}", run.state(), run.before, 0.0)
         else:
-            checkpoint.import_safetensors(good, run.model)
+            run.take(good)
             run.before = run.state()
         shutil.rmtree(path)
     assert num_refused > 0.6 * num_cases
+    dist.destroy_process_group(run.group)

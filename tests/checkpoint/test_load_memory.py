@@ -72,11 +72,8 @@ def test_peaks(
     assert 2 * part < grown < 3 * part + 8 * MIB  # the copy on the host
     handle[0].result()
     if rank == 0:
-        limit = 100 * MIB
-        assert (
-            _peak_nbytes(lambda: checkpoint.export(path, tmp_path / "hf")) < limit / 2
-        )
-        assert _peak_nbytes(lambda: checkpoint.reshard(path, tmp_path / "r", 3)) < limit
+        grown = _peak_nbytes(lambda: checkpoint.export(path, tmp_path / "hf"))
+        assert grown < 50 * MIB
         assert _peak_nbytes(lambda: checkpoint.verify(path)) < 8 * MIB
     dist.barrier()
     assert (
