@@ -1,6 +1,6 @@
-"""Rank 0, which hosts the store, is stopped before the ranks meet.
+"""Rank 0, which hosts the store, is stopped before the ranks wrap, or before they meet.
 
-    python -m fakecuda.stopped_store <folder>
+    python -m fakecuda.stopped_store <folder> wrapping|meeting
 
 Prints what rank 1 says.
 """
@@ -11,15 +11,19 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from helpers.impl import fsdp
+from helpers.one_gpu import one_gpu_environment
 
 TIMEOUT_S = 3
 LIMIT_S = 60.0
 
 
-def _store(rank: int, folder: Path) -> Any:
-    import torch.distributed as dist
-
+def _store(rank: int, folder: Path) -> dist.Store:
     if rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         (folder / "port.new").write_text(str(store.port))
@@ -31,28 +35,28 @@ def _store(rank: int, folder: Path) -> Any:
     return dist.TCPStore("127.0.0.1", port, is_master=False)
 
 
-def _rank(rank: int, folder: Path) -> None:
-    import torch
-    import torch.distributed as dist
-    from torch import nn
-
-    from helpers.impl import fsdp
-    from helpers.one_gpu import one_gpu_environment
-
+def _rank(rank: int, folder: Path, place: str) -> None:
     os.environ.update(one_gpu_environment(rank))
+    os.environ["TORCH_NCCL_COORD_CHECK_MILSEC"] = "100"
     torch.set_default_device("cuda")
     dist.init_process_group(
         "cpu:gloo,cuda:nccl",
         store=_store(rank, folder),
         rank=rank,
         world_size=2,
-        timeout=timedelta(seconds=TIMEOUT_S),
+        timeout=timedelta(seconds=LIMIT_S),
     )
-    model = fsdp(nn.Linear(8, 8))
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
+    dist.barrier()
+    if place == "wrapping":
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(1)  # a thread of torch's waits for the store's answer by then
+    begin = time.monotonic()
+    model = fsdp(nn.Linear(8, 8), process_group=group)
     if rank == 0:
         time.sleep(1)  # the other one waits for the verdict by then
         os.kill(os.getpid(), signal.SIGSTOP)
-    begin = time.monotonic()
     try:
         model(torch.randn(2, 8)).sum().backward()
     except RuntimeError as error:
@@ -62,14 +66,14 @@ def _rank(rank: int, folder: Path) -> None:
 
 def main() -> None:
     """Fork the ranks; wait for rank 1."""
-    folder = Path(sys.argv[1])
+    folder, place = Path(sys.argv[1]), sys.argv[2]
     pids = []
     for rank in range(2):
         pid = os.fork()
         if pid == 0:
             if rank == 0:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            _rank(rank, folder)
+            _rank(rank, folder, place)
         pids.append(pid)
     deadline = time.monotonic() + LIMIT_S
     while os.waitpid(pids[1], os.WNOHANG)[0] == 0 and time.monotonic() < deadline:

@@ -30,10 +30,14 @@ def test_a_process_leaves_its_groups(scenario: str) -> None:
         assert int(left) <= 1, line  # the default group's, which torch leaves
 
 
-def test_the_stores_host_is_stopped_before_the_ranks_meet(tmp_path: Path) -> None:
-    """The group's limit holds although the store never answers."""
+@pytest.mark.parametrize("place", ["wrapping", "meeting"])
+def test_the_stores_host_is_stopped(place: str, tmp_path: Path) -> None:
+    """The group's limit holds although the store never answers.
+
+    In wrapping a thread of torch's already waits for it, without a limit.
+    """
     said = run_fresh(
-        "fakecuda.stopped_store", str(tmp_path), FSDP_C_POST_MORTEM_SECONDS="1"
+        "fakecuda.stopped_store", str(tmp_path), place, FSDP_C_POST_MORTEM_SECONDS="1"
     )
     found = re.match(r"([\d.]+) s: (.*)", said, re.DOTALL)
     assert found is not None, said

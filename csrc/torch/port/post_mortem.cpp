@@ -136,8 +136,12 @@ std::shared_ptr<PostMortem> PostMortem::of(
                                          global_ranks_of(*process_group));
     entry = found;
     if (found->store_) {
-      found->store_->set(process_key(found->prefix_, found->rank_),
-                         text_of(found->self_));
+      // Where the store's process is stopped, threads of torch's may hold its
+      // connection for ever.
+      run_within(kAskLimit,
+                 [store = found->store_,
+                  key = process_key(found->prefix_, found->rank_),
+                  text = text_of(found->self_)] { store->set(key, text); });
     }
     return found;
   } catch (...) {  // a group of the user's own has no store

@@ -33,7 +33,8 @@ namespace fsdp_torch {
 // any thread may use it.
 class PostMortem {
  public:
-  // The one of `process_group`; made and introduced at the first call.
+  // The one of `process_group`; made and introduced at the first call, which
+  // returns within a second although the store does not answer.
   static std::shared_ptr<PostMortem> of(
       const c10::intrusive_ptr<c10d::ProcessGroup> &process_group) noexcept;
 

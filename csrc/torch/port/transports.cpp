@@ -485,7 +485,11 @@ Group group_from(PyObject *object, c10::Device device) {
   } catch (const std::exception &) {
     group.has_backend = false;  // a user's own group
   }
-  group.post_mortem = PostMortem::of(group.process_group);
+  {
+    // It waits for the store, which may be written in Python.
+    const pybind11::gil_scoped_release no_gil;
+    group.post_mortem = PostMortem::of(group.process_group);
+  }
   return group;
 }
 
