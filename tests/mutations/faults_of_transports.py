@@ -293,4 +293,13 @@ FAULTS = (
         ("limit + 10 * kPoll", "MUTANT ? std::chrono::hours(1) : limit + 10 * kPoll"),
         "test_failures.py",
     ),
+    bridge_fault(
+        "a rank introduces itself without a time limit",
+        "PostMortem::of",
+        (
+            "run_within(kAskLimit,",
+            "run_within(MUTANT ? std::chrono::hours(1) : kAskLimit,",
+        ),
+        "fakecuda/test_ending.py",
+    ),
 )
