@@ -282,7 +282,10 @@ class WholeParameterOptimizer(Optimizer):
             failure.__cause__ = error
         travelling = []
         for each in members:
-            own = self._dealt.shown[each].detach().reshape(-1) if each.is_mine else None
+            own = None
+            if each.is_mine:
+                own = self._dealt.shown[each].detach().reshape(-1)
+                self._dealt.shown[each].grad = None  # before the way home takes memory
             travelling.append(Travelling(each, own, each.part.param.dtype))
         parts = scatter(travelling, "whole parameters")
         for each, part in zip(members, parts, strict=True):
@@ -292,14 +295,13 @@ class WholeParameterOptimizer(Optimizer):
         return failure
 
     def _lend(self, members: Sequence[WholeParam]) -> None:
-        """Let those that this rank owns show their values and gradients."""
-        travelling = []
-        for each in members:
-            dtype = each.part.param.dtype
-            travelling.append(Travelling(each, each.part.home.values(), dtype))
-            travelling.append(Travelling(each, _gradient(each), dtype))
-        arrived = gather(travelling, "whole parameters and gradients")
-        for each, value, grad in zip(members, arrived[::2], arrived[1::2], strict=True):
+        """Let those that this rank owns show their values and gradients.
+
+        One after the other: messages and what they bring are there at the same time.
+        """
+        values = _gathered(members, _value, "whole parameters")
+        grads = _gathered(members, _gradient, "whole gradients")
+        for each, value, grad in zip(members, values, grads, strict=True):
             if value is not None and grad is not None:
                 lend(self._dealt.shown[each], each, value, grad)
 
@@ -542,6 +544,21 @@ def _problem(whole: WholeParam) -> str | None:
             f"{param.dtype}: unset keep_low_precision_grads"
         )
     return None
+
+
+def _gathered(
+    members: Sequence[WholeParam], part_of: Callable[[WholeParam], Tensor], what: str
+) -> list[Tensor | None]:
+    """Return the wholes that this rank owns, of the ranks' parts. Collective."""
+    return gather(
+        [Travelling(each, part_of(each), each.part.param.dtype) for each in members],
+        what,
+    )
+
+
+def _value(whole: WholeParam) -> Tensor:
+    """Return this rank's part of the parameter, 1-D."""
+    return whole.part.home.values()
 
 
 def _gradient(whole: WholeParam) -> Tensor:
