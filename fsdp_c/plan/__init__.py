@@ -9,6 +9,7 @@ from fsdp_c.plan._errors import PlanError
 from fsdp_c.plan._model_plan import ModelPlan, Sharding, Suggestion, plan_model
 from fsdp_c.plan._models import ModelSource, find_model
 from fsdp_c.plan._plan import Collective, Link, RankPlan, Settings, UnitPlan
+from fsdp_c.plan._whole import WholeStep
 
 __all__ = [
     "Collective",
@@ -21,6 +22,7 @@ __all__ = [
     "Sharding",
     "Suggestion",
     "UnitPlan",
+    "WholeStep",
     "find_model",
     "plan_model",
 ]

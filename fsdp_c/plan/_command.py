@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from fsdp_c.plan._models import find_model
 from fsdp_c.plan._picture import save_picture
 from fsdp_c.plan._plan import OPTIMIZERS, Link, Settings
 from fsdp_c.plan._table import bars_text, plan_text
+from fsdp_c.plan._whole import Chooser
 
 _SWEEP = (8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384, 65536, 100_000)
 _DTYPES = {
@@ -192,7 +194,15 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         "--optimizer",
         default="adamw",
         choices=OPTIMIZERS,
-        help="optimizer whose state is counted (default: adamw)",
+        help="optimizer whose state is counted; muon: with AdamW for the rest, by "
+        "whole_parameter_optimizer (default: adamw)",
+    )
+    add(
+        "--whole",
+        action="append",
+        metavar="PATTERN",
+        help="parameters that muon steps, by name, such as 'model.layers.*' (default: "
+        "names without embed, head, wte and wpe; always matrices)",
     )
     add(
         "--dtype",
@@ -320,6 +330,14 @@ def _sharding(words: argparse.Namespace) -> Sharding:
     )
 
 
+def _chooser(patterns: Sequence[str] | None) -> Chooser | None:
+    if patterns is None:
+        return None
+    return lambda name, shape: (
+        len(shape) == 2 and any(fnmatchcase(name, pattern) for pattern in patterns)
+    )
+
+
 def _settings(words: argparse.Namespace) -> Settings:
     link = Link(words.link_gbps, words.latency_us)
 
@@ -336,6 +354,7 @@ def _settings(words: argparse.Namespace) -> Settings:
         host_link=other(words.host_link_gbps, words.host_latency_us),
         tflops=words.tflops,
         optimizer=words.optimizer,
+        steps_whole=_chooser(words.whole),
         on_cpu=words.device == "cpu",
         recomputes=words.checkpoint_activations,
         offload_keep_last=words.offload_keep_last if words.offload_activations else 0,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from fsdp_c.plan._errors import PlanError
 from fsdp_c.plan._explain import _chosen
 from fsdp_c.plan._trace import ForwardTrace
 from fsdp_c.plan._units import PlannedUnit, groups_of
+from fsdp_c.plan._whole import Chooser, WholeStep, is_hidden_matrix, plan_whole_step
 
 # Name: (states of a parameter's shape, whether there is a step of 4 bytes).
 OPTIMIZERS = {
@@ -25,7 +26,10 @@ OPTIMIZERS = {
     "sgd-momentum": (1, False),
     "sgd": (0, False),
     "none": (0, False),
+    # Of what it does not step: a whole_parameter_optimizer with AdamW for the rest.
+    "muon": (2, True),
 }
+_STEPS_WHOLES = "muon"
 _STEP_NBYTES = 4  # torch keeps an optimizer's step as one fp32 element
 _BITS = 8
 BACKWARD_FACTOR = 2  # operations of backward for each of forward
@@ -61,6 +65,9 @@ class Settings:
         host_link: Of a host, which its ranks share.
         tflops: 1e12 operations per second that a device achieves.
         optimizer: A key of OPTIMIZERS.
+        steps_whole: With muon: of a parameter, by name and unsharded shape, whether
+            Muon steps it; AdamW has the others. None: matrices whose names have no
+            embed, head, wte or wpe.
         on_cpu: Train on the CPU (FSDP1's shapes); else on an accelerator, where
             parameters and shards are aligned.
         recomputes: Every unit but the root is recomputed in backward (activation
@@ -69,7 +76,7 @@ class Settings:
         accumulation: What all but the last do, one of ``_native.SYNC_...``.
         wants_scratch: Reductions go through gloo, not shared memory or NCCL.
         rank: Whose optimizer state is counted; with use_orig_params it depends on
-            the rank. The first one holds the most.
+            the rank. The first one holds the most, but with muon.
         by_rows: Units are those of fully_shard().
         offload_keep_last: As in :func:`fsdp_c.offload_activations`; 0: it was not
             called, or the device is a CPU.
@@ -84,6 +91,7 @@ class Settings:
     host_link: Link = Link()
     tflops: float = 400.0
     optimizer: str = "adamw"
+    steps_whole: Chooser | None = None
     on_cpu: bool = False
     recomputes: bool = False
     num_batches: int = 1
@@ -171,6 +179,7 @@ class RankPlan:
         exposed_seconds: An estimate: waits for collectives.
         step_seconds: Their sum.
         units: In the engine's order, the root first.
+        whole: The step of parameters that are stepped whole; None: there are none.
     """
 
     world_size: int
@@ -198,6 +207,7 @@ class RankPlan:
     exposed_seconds: float
     step_seconds: float
     units: tuple[UnitPlan, ...]
+    whole: WholeStep | None = None
 
 
 def plan_rank(
@@ -265,8 +275,21 @@ def plan_rank(
         )
     except (ValueError, OverflowError, RuntimeError) as error:
         raise PlanError(f"{world_size} ranks: {error}") from error
+    whole, left_out = None, frozenset[str]()
+    if settings.optimizer == _STEPS_WHOLES:
+        whole, left_out = plan_whole_step(
+            units,
+            layouts,
+            [groups_of(unit.config, world_size, mesh)[1] for unit in units],
+            settings.steps_whole or is_hidden_matrix,
+            trained_units=run.trained_units,
+            by_rows=settings.by_rows,
+            rank=settings.rank,
+        )
     optimizer = [
-        _optimizer_nbytes(unit, layout, settings) if i in run.trained_units else 0
+        _optimizer_nbytes(unit, layout, settings, left_out)
+        if i in run.trained_units
+        else 0
         for i, (unit, layout) in enumerate(zip(units, layouts, strict=True))
     ]
     unit_plans = tuple(
@@ -278,8 +301,17 @@ def plan_rank(
         for unit, state, is_there in zip(unit_plans, optimizer, offloads, strict=True)
         if is_there
     )
-    peak = report["peak"]
-    at_rest = report["shard_nbytes"] + sum(optimizer) + buffer_nbytes - on_host
+    state, peak = sum(optimizer), report["peak"]
+    in_step = held_on_host = 0
+    if whole is not None:
+        state += whole.state_nbytes
+        if all(offloads):
+            on_host += whole.state_nbytes
+            held_on_host = whole.held_nbytes
+        else:
+            in_step = report["grad_shard_nbytes"] + whole.held_nbytes
+        whole = replace(whole, is_peak=in_step > peak["nbytes"])
+    at_rest = report["shard_nbytes"] + state + buffer_nbytes - on_host
     replicas = groups_of(units[0].config, world_size, mesh)[1]
     return RankPlan(
         world_size=world_size,
@@ -287,7 +319,7 @@ def plan_rank(
         replicas=replicas,
         shard_nbytes=report["shard_nbytes"],
         grad_shard_nbytes=report["grad_shard_nbytes"],
-        optimizer_nbytes=sum(optimizer),
+        optimizer_nbytes=state,
         arena_nbytes=report["first_steps_peak_nbytes"],
         peak_block_nbytes=peak["blocks"],
         scratch_nbytes=report["scratch_nbytes"],
@@ -295,8 +327,8 @@ def plan_rank(
         buffer_nbytes=buffer_nbytes,
         pending_grad_nbytes=peak["pending_grads"],
         activation_nbytes=peak["activations"] if trace.has_activations else None,
-        peak_nbytes=at_rest + peak["nbytes"],
-        host_nbytes=on_host + peak["host"],
+        peak_nbytes=at_rest + max(peak["nbytes"], in_step),
+        host_nbytes=on_host + held_on_host + peak["host"],
         pinned_nbytes=report["pinned_nbytes"],
         offloaded_nbytes=report["offloaded_nbytes"],
         step_allocs=report["num_step_allocs"],
@@ -307,6 +339,7 @@ def plan_rank(
         exposed_seconds=report["exposed_seconds"],
         step_seconds=report["step_seconds"],
         units=unit_plans,
+        whole=whole,
     )
 
 
@@ -390,9 +423,15 @@ def _unit_plan(
 
 
 def _optimizer_nbytes(
-    unit: PlannedUnit, layout: _native.Layout, settings: Settings
+    unit: PlannedUnit,
+    layout: _native.Layout,
+    settings: Settings,
+    left_out: frozenset[str],
 ) -> int:
-    """Return the bytes of torch's optimizer over what the unit shows to it."""
+    """Return the bytes of torch's optimizer over what the unit shows to it.
+
+    ``left_out`` are names of parameters that another one steps.
+    """
     num_states, has_step = OPTIMIZERS[settings.optimizer]
     step = _STEP_NBYTES if has_step else 0
     total = 0
@@ -404,8 +443,10 @@ def _optimizer_nbytes(
     rank = settings.rank % layout.world_size
     for index, param in enumerate(unit.params):
         begin, end, _, _ = layout.intersect(index, rank)
+        if not param.requires_grad or param.name in left_out:
+            continue
         # fully_shard() shows every rank all parameters.
-        if param.requires_grad and (end > begin or settings.by_rows):
+        if end > begin or settings.by_rows:
             total += num_states * (end - begin) * param.dtype.itemsize + step
     return total
 

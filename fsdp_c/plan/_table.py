@@ -35,7 +35,8 @@ def parts_at_peak(plan: RankPlan) -> dict[str, int]:
     """Return peak device memory by purpose.
 
     ``gradients`` are the sharded ones that are there then, and autograd's that wait;
-    ``other`` are scratch memory, partial sums and buffers.
+    ``other`` are scratch memory, partial sums and buffers, or a round of whole
+    parameters and buffers.
     """
     activations = plan.activation_nbytes or 0
     offloads = plan.host_nbytes > plan.pinned_nbytes
@@ -43,6 +44,9 @@ def parts_at_peak(plan: RankPlan) -> dict[str, int]:
     optimizer = 0 if offloads else plan.optimizer_nbytes
     blocks = min(plan.arena_nbytes, plan.peak_block_nbytes)
     other = plan.peak_block_nbytes - blocks + plan.buffer_nbytes
+    if plan.whole is not None and plan.whole.is_peak:
+        blocks = activations = 0
+        other = plan.whole.held_nbytes + plan.buffer_nbytes
     rest = plan.peak_nbytes - parameters - optimizer - other - blocks - activations
     values = (parameters, rest, optimizer, blocks, activations, other)
     return dict(zip(_PARTS, values, strict=True))
@@ -64,6 +68,7 @@ def plan_text(plan: ModelPlan) -> str:
         "Communication and time of one rank per step (* estimated)",
         _steps(plan.ranks),
         "",
+        *_wholes(plan.ranks),
         f"Units, {first.world_size:,} ranks",
         _units(first.units),
     ]
@@ -128,6 +133,27 @@ def _steps(plans: Iterable[RankPlan]) -> str:
         ],
         num_text=0,
     )
+
+
+def _wholes(plans: Iterable[RankPlan]) -> list[str]:
+    """Return the table of what is stepped whole, if something is."""
+    rows = [
+        (
+            _ranks_text(plan),
+            f"{plan.whole.num_params:,}",
+            nbytes_text(plan.whole.state_nbytes),
+            f"{plan.whole.num_rounds:,}",
+            nbytes_text(plan.whole.held_nbytes),
+            nbytes_text(plan.whole.wire_nbytes),
+        )
+        for plan in plans
+        if plan.whole is not None
+    ]
+    if not rows:
+        return []
+    header = ("ranks", "owned", "state", "rounds", "memory of a round", "sent")
+    title = "Matrices that the first rank steps whole, per step"
+    return [title, _table(header, rows, num_text=0), ""]
 
 
 def _units(units: Sequence[UnitPlan]) -> str:

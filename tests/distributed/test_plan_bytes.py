@@ -30,9 +30,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fsdp_c
-from fsdp_c import _native
+from fsdp_c import WholeParameterOptimizer, _native
 from fsdp_c.plan import ModelSource, Settings, Sharding, find_model, plan_model
 from fsdp_c.plan._trace import Inputs
+from fsdp_c.plan._whole import is_hidden_matrix
 from helpers.distributed import TEST_DEVICE, distributed
 from helpers.groups import hybrid_groups
 from helpers.impl import fsdp
@@ -285,10 +286,7 @@ def _measure(model: Any, case: Case, step: Callable[[Any], None]) -> dict[str, i
 
     ``step(optimizer)`` is one step.
     """
-    make_optimizer = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-    optimizer = make_optimizer[case.optimizer](
-        [param for param in model.parameters() if param.requires_grad], lr=1e-3
-    )
+    optimizer = _make_optimizer(model, case)
     for _ in range(NUM_STEPS - 1):
         step(optimizer)
     before = fsdp_c.memory_stats(model)
@@ -296,9 +294,14 @@ def _measure(model: Any, case: Case, step: Callable[[Any], None]) -> dict[str, i
     with carried:
         step(optimizer)
     stats = fsdp_c.memory_stats(model)
+    inside = [optimizer]
+    if isinstance(optimizer, WholeParameterOptimizer):
+        assert optimizer.rest is not None
+        inside = [optimizer.optimizer, optimizer.rest]
+        stats |= _measure_rounds(optimizer)
     state = [
         each.to_local() if isinstance(each, DTensor) else each
-        for each in tree_leaves([*optimizer.state.values()])
+        for each in tree_leaves([[*each.state.values()] for each in inside])
     ]
     return {
         **stats,
@@ -306,6 +309,30 @@ def _measure(model: Any, case: Case, step: Callable[[Any], None]) -> dict[str, i
         "step_allocs": stats["num_allocs"] - before["num_allocs"],
         "all_gathers": stats["num_all_gathers"] - before["num_all_gathers"],
         **carried.nbytes,
+    }
+
+
+def _make_optimizer(model: Any, case: Case) -> torch.optim.Optimizer:
+    if case.optimizer == "muon":
+        return fsdp_c.whole_parameter_optimizer(
+            model, torch.optim.Muon, is_hidden_matrix, rest=torch.optim.AdamW
+        )
+    make = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[case.optimizer]
+    trained = [param for param in model.parameters() if param.requires_grad]
+    return make(trained, lr=1e-3)
+
+
+def _measure_rounds(optimizer: WholeParameterOptimizer) -> dict[str, int]:
+    """Return what this rank owns, and what travels to it in a round at most."""
+    mine = [each for each in optimizer._dealt.wholes if each.is_mine]
+    rounds = [0] * optimizer._dealt.num_rounds
+    for each in mine:
+        if each.travels:
+            rounds[each.round] += 2 * each.shape.numel() * each.part.param.itemsize
+    return {
+        "num_params": len(mine),
+        "num_rounds": len(rounds),
+        "round_nbytes": max(rounds),
     }
 
 
@@ -348,6 +375,9 @@ def _check(plan: Any, real: dict[str, int]) -> None:
         "step_allocs": plan.step_allocs,
         "all_gathers": plan.all_gather.launches,
     }
+    if plan.whole is not None:
+        names = ("num_params", "num_rounds", "round_nbytes")
+        planned |= {name: getattr(plan.whole, name) for name in names}
     wrong = {
         name: f"planned {value}, is {real[name]}"
         for name, value in planned.items()
@@ -364,6 +394,50 @@ def test_memory(rank: int, world_size: int, name: str) -> None:
     real = _train(case, rank)
     plan = _plan(case, world_size, rank, wants_scratch=_wants_scratch())
     _check(plan, real)
+
+
+MUON_CASES = {
+    "orig": Case(use_orig_params=True, optimizer="muon", frozen=(1,), nested=True),
+    "one-unused": Case(use_orig_params=True, optimizer="muon", order=(0, 2)),
+    "one-unit": Case(use_orig_params=True, optimizer="muon", wraps=False),
+    "rows": Case(by_rows=True, optimizer="muon", nested=True, frozen=(1,)),
+    "no-shard": Case(
+        strategy=ShardingStrategy.NO_SHARD, use_orig_params=True, optimizer="muon"
+    ),
+}
+
+
+@ON_CPU
+@pytest.mark.parametrize("name", MUON_CASES)
+@distributed(world_size=(2, 3))
+def test_wholes(
+    rank: int, world_size: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Owners, their state, rounds and what travels, of every rank."""
+    for module in ("fsdp_c._whole.optimizer", "fsdp_c.plan._whole"):
+        monkeypatch.setattr(f"{module}.ROUND_NBYTES", 4 * 3 * WIDTH * WIDTH)
+    case = MUON_CASES[name]
+    with c10d_only():
+        real = _train(case, rank)
+    plan = _plan(case, world_size, rank, wants_scratch=True)
+    _check(plan, real)
+    assert plan.whole.wire_nbytes == real.get("send", 0)
+    if world_size == 3 or name == "rows":  # on two ranks a boundary may cut no matrix
+        assert plan.whole.num_rounds > 1
+        assert plan.whole.wire_nbytes > 0
+
+
+@ON_CPU
+@distributed(world_size=4)
+def test_wholes_of_replicas(rank: int, world_size: int) -> None:
+    """Two replicas of two shards: one owner over all."""
+    case = replace(MUON_CASES["orig"], strategy=ShardingStrategy.HYBRID_SHARD)
+    with c10d_only(), hybrid_groups(2, 2) as groups:
+        row, column = groups[1].rank(), groups[0].rank()
+        real = _train(case, rank, groups)
+    plan = _plan(case, world_size, 2 * row + column, (2, 2), wants_scratch=True)
+    _check(plan, real)
+    assert plan.whole.wire_nbytes == real["send"]
 
 
 @ON_CPU
