@@ -199,6 +199,11 @@ class Engine:
         unit, mark_begin, mark_end, kind, flags), in the order of their ends. Marks are
         times of the device, int64 ns. full_ns is 0 if it did not become full.
         """
+    def begin_wholes(self, kind: int, /) -> tuple[int, int]:
+        """Begin a span of a round of whole parameters: (begin_ns, mark)."""
+    def end_wholes(
+        self, kind: int, begin_ns: int, mark: int, nbytes: int, /
+    ) -> None: ...
     def clip_grad_norm(
         self,
         extra_params: Sequence[torch.Tensor],

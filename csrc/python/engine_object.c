@@ -348,6 +348,41 @@ static PyObject *engine_stop_timeline(PyObject *object,
   return result;
 }
 
+static bool is_of_wholes(int kind) {
+  if (kind >= FSDP_TIMELINE_GATHER_WHOLES &&
+      kind <= FSDP_TIMELINE_SCATTER_WHOLES) {
+    return true;
+  }
+  PyErr_Format(PyExc_ValueError, "span %d is not one of whole parameters",
+               kind);
+  return false;
+}
+
+static PyObject *engine_begin_wholes(PyObject *object, PyObject *args) {
+  int kind;
+  int32_t mark = -1;
+  if (!PyArg_ParseTuple(args, "i:begin_wholes", &kind)) return NULL;
+  fsdp_torch_engine *engine = engine_of(object);
+  if (engine == NULL || !is_of_wholes(kind)) return NULL;
+  const int64_t begin_ns =
+      fsdp_torch_engine_begin_wholes(engine, (fsdp_timeline_kind)kind, &mark);
+  return Py_BuildValue("Li", (long long)begin_ns, (int)mark);
+}
+
+static PyObject *engine_end_wholes(PyObject *object, PyObject *args) {
+  int kind, mark;
+  long long begin_ns, nbytes;
+  if (!PyArg_ParseTuple(args, "iLiL:end_wholes", &kind, &begin_ns, &mark,
+                        &nbytes)) {
+    return NULL;
+  }
+  fsdp_torch_engine *engine = engine_of(object);
+  if (engine == NULL || !is_of_wholes(kind)) return NULL;
+  fsdp_torch_engine_end_wholes(engine, (fsdp_timeline_kind)kind, begin_ns, mark,
+                               nbytes);
+  Py_RETURN_NONE;
+}
+
 static PyObject *engine_get_is_recording(PyObject *object,
                                          void *Py_UNUSED(closure)) {
   const fsdp_torch_engine *engine = engine_of(object);
@@ -403,6 +438,13 @@ PyDoc_STRVAR(
     "End the recording: (entries, marks, num_lost, num_steps, full_ns).\n"
     "Entries are structs of TIMELINE_FORMAT in the order of their ends.");
 
+PyDoc_STRVAR(engine_begin_wholes_doc,
+             "begin_wholes($self, kind, /)\n--\n\n"
+             "Begin a span of a round of whole parameters: (begin_ns, mark).");
+PyDoc_STRVAR(engine_end_wholes_doc,
+             "end_wholes($self, kind, begin_ns, mark, nbytes, /)\n--\n\n"
+             "End such a span; nothing happens if nothing is recorded.");
+
 static PyMethodDef engine_methods[] = {
     {"reset", engine_reset, METH_NOARGS, engine_reset_doc},
     {"reduce_kept", engine_reduce_kept, METH_NOARGS, engine_reduce_kept_doc},
@@ -417,6 +459,9 @@ static PyMethodDef engine_methods[] = {
      engine_start_timeline_doc},
     {"stop_timeline", engine_stop_timeline, METH_NOARGS,
      engine_stop_timeline_doc},
+    {"begin_wholes", engine_begin_wholes, METH_VARARGS,
+     engine_begin_wholes_doc},
+    {"end_wholes", engine_end_wholes, METH_VARARGS, engine_end_wholes_doc},
     {"clip_grad_norm", (PyCFunction)(void (*)(void))engine_clip_grad_norm,
      METH_VARARGS | METH_KEYWORDS, engine_clip_doc},
     {NULL, NULL, 0, NULL},

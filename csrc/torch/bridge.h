@@ -412,6 +412,14 @@ const int64_t *fsdp_torch_engine_mark_times(const fsdp_torch_engine *engine,
 /* Whether something is recorded now: started, not full and not stopped. */
 bool fsdp_torch_engine_is_recording(const fsdp_torch_engine *engine)
     FSDP_NOEXCEPT;
+/* As fsdp_engine_begin_wholes() and fsdp_engine_end_wholes(); nothing happens
+ * if another thread is inside the engine. GIL. */
+int64_t fsdp_torch_engine_begin_wholes(fsdp_torch_engine *engine,
+                                       fsdp_timeline_kind kind,
+                                       int32_t *mark) FSDP_NOEXCEPT;
+void fsdp_torch_engine_end_wholes(fsdp_torch_engine *engine,
+                                  fsdp_timeline_kind kind, int64_t begin_ns,
+                                  int32_t mark, int64_t nbytes) FSDP_NOEXCEPT;
 /* The start of a span: now, or 0 while nothing is recorded. GIL. */
 int64_t fsdp_torch_unit_begin_span(const fsdp_torch_unit *unit) FSDP_NOEXCEPT;
 /* Adds the span if begin_ns is not 0 and no other thread is inside the engine.

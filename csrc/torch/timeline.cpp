@@ -78,6 +78,26 @@ bool fsdp_torch_engine_is_recording(const fsdp_torch_engine *engine) noexcept {
   return fsdp_engine_timeline(engine->self->core) != nullptr;
 }
 
+int64_t fsdp_torch_engine_begin_wholes(fsdp_torch_engine *engine,
+                                       fsdp_timeline_kind kind,
+                                       int32_t *mark) noexcept {
+  Engine &self = *engine->self;
+  *mark = -1;
+  // The thread with the lock may want the GIL: do not wait for it.
+  const std::unique_lock<std::mutex> lock(self.mutex, std::try_to_lock);
+  if (!lock.owns_lock()) return 0;
+  return fsdp_engine_begin_wholes(self.core, kind, mark);
+}
+
+void fsdp_torch_engine_end_wholes(fsdp_torch_engine *engine,
+                                  fsdp_timeline_kind kind, int64_t begin_ns,
+                                  int32_t mark, int64_t nbytes) noexcept {
+  Engine &self = *engine->self;
+  const std::unique_lock<std::mutex> lock(self.mutex, std::try_to_lock);
+  if (!lock.owns_lock()) return;
+  fsdp_engine_end_wholes(self.core, kind, begin_ns, mark, nbytes);
+}
+
 int64_t fsdp_torch_unit_begin_span(const fsdp_torch_unit *unit) noexcept {
   const Engine *engine = unit->self->engine.get();
   return engine == nullptr ? 0 : engine->begin_span();

@@ -32,6 +32,7 @@ from fsdp_c._whole.owned import (
     scatter,
     take_back,
 )
+from fsdp_c._whole.spans import GATHER, SCATTER, STEP, span
 from fsdp_c._whole.states import load_states, save_states
 
 # What an owner steps at a time, about.
@@ -158,7 +159,8 @@ class WholeParameterOptimizer(Optimizer):
 
         ``parts`` are the model's.
         """
-        self._is_sharded = bool(owners_in(self._model))
+        self._owner = next(iter(owners_in(self._model)), None)
+        self._is_sharded = self._owner is not None
         groups = [[parts[name] for name in names] for _, names in self._asked]
         chosen = [part for members in groups for part in members]
         others = _others(self._model, parts, chosen)
@@ -267,11 +269,13 @@ class WholeParameterOptimizer(Optimizer):
 
     def _step_round(self, members: Sequence[WholeParam]) -> RuntimeError | None:
         """Step parameters; return what the optimizer raised, if it did."""
-        self._lend(members)
+        with span(self._owner, GATHER, members):
+            self._lend(members)
         failure = None
         mine = [each for each in members if each.is_mine]
         try:
-            self.optimizer.step()
+            with span(self._owner, STEP, members):
+                self.optimizer.step()
         except Exception as error:
             names = ", ".join(repr(each.part.fqn) for each in mine) or "none"
             rank = dist.get_rank() if dist.is_initialized() else 0
@@ -280,6 +284,12 @@ class WholeParameterOptimizer(Optimizer):
                 f"which stepped the parameters {names}: {error}"
             )
             failure.__cause__ = error
+        with span(self._owner, SCATTER, members):
+            self._bring_home(members)
+        return failure
+
+    def _bring_home(self, members: Sequence[WholeParam]) -> None:
+        """Put the new values into the parts, and let the wholes have no memory."""
         travelling = []
         for each in members:
             own = None
@@ -290,9 +300,9 @@ class WholeParameterOptimizer(Optimizer):
         parts = scatter(travelling, "whole parameters")
         for each, part in zip(members, parts, strict=True):
             each.put(part)
-        for each in mine:
-            take_back(self._dealt.shown[each], each)
-        return failure
+        for each in members:
+            if each.is_mine:
+                take_back(self._dealt.shown[each], each)
 
     def _lend(self, members: Sequence[WholeParam]) -> None:
         """Let those that this rank owns show their values and gradients.

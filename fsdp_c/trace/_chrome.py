@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fsdp_c.trace._clocks import Alignment, align, describe
-from fsdp_c.trace._lanes import Lanes
+from fsdp_c.trace._lanes import WHOLES, Lanes
 
 Event = dict[str, Any]
 
@@ -118,6 +118,11 @@ class _RankEvents:
         for each in self.lanes.compute:
             name = f"{each.what} {self.recorded.label(each.unit)}"
             self._slice(name, each.begin, each.end, 1, each.what)
+        for span in self.lanes.wholes:
+            begin, end = span.begin, span.end
+            if span.device_begin >= 0 and span.device_end >= 0:
+                begin, end = span.device_begin, span.device_end
+            self._slice(span.kind, begin, end, 1, span.kind, bytes=span.nbytes)
 
     def _calls(self) -> None:
         """Spans of the host; they lie one inside the other."""
@@ -133,6 +138,8 @@ class _RankEvents:
                 args["ahead"] = span.is_ahead
             if span.kind == "wait":
                 args["was_complete"] = span.was_done
+            if span.kind in WHOLES:
+                args["bytes"] = span.nbytes
             name = span.kind
             if span.unit >= 0:
                 name += f" {self.recorded.label(span.unit)}"
@@ -176,7 +183,7 @@ class _RankEvents:
     def _arena(self) -> None:
         last = -1
         for span in _in_order(self.recorded.spans):
-            if span.sequence >= 0 or span.nbytes < 0 or span.nbytes == last:
+            if not span.has_arena or span.nbytes < 0 or span.nbytes == last:
                 continue
             last = span.nbytes
             self._add("C", "arena (bytes held)", span.end, 0, args={"held": last})

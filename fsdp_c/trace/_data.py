@@ -29,7 +29,9 @@ class Span(NamedTuple):
     kind: str  # one of _native.TIMELINE_KINDS
     unit: int  # index in Recorded.units; -1: none
     sequence: int  # of a collective; -1: none
-    nbytes: int  # of a collective; else of the arena at the end; -1: not known
+    # Of a collective, or a round of whole parameters; else of the arena at the end;
+    # -1: not known.
+    nbytes: int
     is_ahead: bool = False  # unshard: a prefetch; wait_unshard: of one
     is_kept: bool = False  # wait_unshard: the memory was still there
     is_unused: bool = False  # reshard: of an unused prefetch
@@ -42,6 +44,18 @@ class Span(NamedTuple):
     def duration(self) -> int:
         """Nanoseconds of the host."""
         return self.end - self.begin
+
+    @property
+    def seen(self) -> int:
+        """Nanoseconds of the device if they are known, else of the host."""
+        if self.device_begin >= 0 and self.device_end >= 0:
+            return self.device_end - self.device_begin
+        return self.duration
+
+    @property
+    def has_arena(self) -> bool:
+        """Whether ``nbytes`` are those that the arena held."""
+        return self.sequence < 0 and not self.kind.endswith("_wholes")
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ CALLS = (
     "finish_backward",
     "clip_grad_norm",
 )
+# A round of a whole_parameter_optimizer, outside of those calls.
+WHOLES = ("gather_wholes", "step_wholes", "scatter_wholes")
 LANE_OF = {
     "all_gather": "unshard",
     "reduce_scatter": "reduce",
@@ -99,6 +101,7 @@ class Lanes:
     uses: list[Use]
     exposed: list[Slice]  # compute waits: "unshard", "reduce", "start"
     num_unused: int  # unused prefetches
+    wholes: list[Span]  # of rounds of whole parameters
     inside: list[int]  # per call, ns of `exposed` inside of it
     on_device: bool  # compute and exposed are the device's, not the host's
 
@@ -120,6 +123,7 @@ def lanes_of(recorded: Recorded) -> Lanes:
         uses=_uses(recorded, spans, phases, collectives, on_device=on_device),
         exposed=exposed,
         num_unused=sum(s.is_unused for s in spans),
+        wholes=[s for s in spans if s.kind in WHOLES],
         inside=_inside(calls, _exposed_on_host(collectives)),
         on_device=on_device,
     )

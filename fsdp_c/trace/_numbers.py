@@ -59,6 +59,10 @@ class Numbers:
     clip: float = 0.0  # in clip_grad_norm_, its own collective included
     host: float = 0.0
     rest: float = 0.0  # outside of forward and backward: optimizer, data, loss
+    # Of `rest`, by kind: rounds of whole parameters, their bytes, how many there were.
+    wholes: dict[str, float] = field(default_factory=dict)
+    whole_nbytes: dict[str, float] = field(default_factory=dict)
+    num_rounds: float = 0.0
     forward_wait: float = 0.0  # of unshard_wait
     backward_wait: float = 0.0
     units: dict[str, UnitNumbers] = field(default_factory=dict)
@@ -110,7 +114,7 @@ def _add_rank(numbers: Numbers, lanes: Lanes, weight: float) -> None:
     numbers.num_unused += lanes.num_unused
     numbers.arena_peak = max(
         numbers.arena_peak,
-        max((s.nbytes for s in recorded.spans if s.sequence < 0), default=0),
+        max((s.nbytes for s in recorded.spans if s.has_arena), default=0),
     )
     step = sum(each.end - each.begin for each in lanes.steps)
     numbers.step += weight * step
@@ -122,6 +126,12 @@ def _add_rank(numbers: Numbers, lanes: Lanes, weight: float) -> None:
     clip = sum(s.duration for s in lanes.calls if s.kind == "clip_grad_norm")
     numbers.clip += weight * clip
     numbers.rest += weight * max(step - in_model - clip, 0)
+    for span in lanes.wholes:
+        time = numbers.wholes.get(span.kind, 0.0)
+        numbers.wholes[span.kind] = time + weight * span.seen
+        nbytes = numbers.whole_nbytes.get(span.kind, 0.0)
+        numbers.whole_nbytes[span.kind] = nbytes + weight * span.nbytes
+        numbers.num_rounds += weight if span.kind == "step_wholes" else 0.0
     for each in lanes.compute:
         numbers.compute += weight * each.duration
         units[each.unit].compute += weight * each.duration

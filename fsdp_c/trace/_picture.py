@@ -186,7 +186,7 @@ def _draw_arena(axis: Any, lanes: Lanes, step: Step, shift: int, row: int) -> No
     points = [
         (s.end, s.nbytes)
         for s in sorted(lanes.recorded.spans, key=lambda s: s.end)
-        if s.sequence < 0 and s.nbytes >= 0 and step.begin <= s.end <= step.end
+        if s.has_arena and s.nbytes >= 0 and step.begin <= s.end <= step.end
     ]
     peak = max((nbytes for _, nbytes in points), default=0)
     if peak == 0:

@@ -7,6 +7,11 @@ from fsdp_c.trace._clocks import align, describe
 from fsdp_c.trace._lanes import Lanes
 from fsdp_c.trace._numbers import Numbers, PhaseNumbers, numbers_of
 
+_WHOLES = {
+    "gather_wholes": "whole parameters, to their owners",
+    "step_wholes": "whole parameters, steps of owners",
+    "scatter_wholes": "whole parameters, back home",
+}
 # Units that are listed one by one.
 MAX_UNITS = 8
 
@@ -66,6 +71,10 @@ def _where(numbers: Numbers, all_lanes: Sequence[Lanes]) -> list[str]:
         lines.append(_row("clip_grad_norm_", numbers.clip, numbers))
     name = "outside forward and backward (optimizer, data)"
     lines.append(_row(name, numbers.rest, numbers))
+    lines += [
+        _row(f"  {_WHOLES[kind]}", time, numbers)
+        for kind, time in numbers.wholes.items()
+    ]
     return lines
 
 
@@ -116,6 +125,13 @@ def _units(numbers: Numbers) -> list[str]:
 
 def _notes(numbers: Numbers, all_lanes: Sequence[Lanes]) -> list[str]:
     lines = [f"The arena held at most {numbers.arena_peak / 2**20:.2f} MiB on a rank."]
+    if numbers.num_rounds:
+        there, _, back = (numbers.whole_nbytes.get(kind, 0.0) for kind in _WHOLES)
+        lines.append(
+            f"Whole parameters: {numbers.num_rounds:.0f} rounds per step, "
+            f"{there / 2**20:.2f} MiB to owners and {back / 2**20:.2f} MiB home, over "
+            "all ranks."
+        )
     if len(all_lanes) > 1:
         lines.append(describe(align(all_lanes)))
         lines.append(f"Waits for late ranks: {numbers.skew / 1e6:.3f} ms per step.")

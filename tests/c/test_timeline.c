@@ -272,3 +272,30 @@ TEST(test_marks_are_on_the_lane_that_works) {
   }
   end();
 }
+
+/* They have the bytes that they are given, and marks on COMPUTE. */
+TEST(test_rounds_of_whole_parameters) {
+  int32_t before = 0;
+  model_init(&m, NULL);
+  m.ops.mark = mark;
+  num_marks = 0;
+  memset(marked_lanes, 0, sizeof marked_lanes);
+  model_plan_simple(&m, "root", 4);
+  model_start(&m);
+  const fsdp_timeline_kind kind = FSDP_TIMELINE_STEP_WHOLES;
+  CHECK_I64(fsdp_engine_begin_wholes(m.engine, kind, &before), 0);
+  CHECK_I64(before, -1); /* nothing is recorded */
+  fsdp_engine_end_wholes(m.engine, kind, 0, before, 64);
+  start(1);
+  const int64_t begin_ns = fsdp_engine_begin_wholes(m.engine, kind, &before);
+  fsdp_engine_end_wholes(m.engine, kind, begin_ns, before, 64);
+  CHECK_I64(fsdp_timeline_num_entries(ring), 1);
+  CHECK_LINES(text_of(ring), "step_wholes -");
+  CHECK_TEXT(marked_lanes, "CC");
+  const fsdp_timeline_entry *entry = fsdp_timeline_get(ring, 0);
+  CHECK_I64(entry->nbytes, 64);
+  CHECK_I64(entry->sequence, -1);
+  CHECK_I64(entry->begin_ns, begin_ns);
+  CHECK(entry->mark_end > entry->mark_begin);
+  end();
+}

@@ -19,7 +19,9 @@ from fsdp_c.trace._lanes import lanes_of
 from helpers.distributed import distributed
 from helpers.groups import hybrid_groups
 from helpers.impl import BackwardPrefetch, ShardingStrategy, fsdp
+from helpers.matrix_optimizers import muon
 from helpers.models import DIM, MLP, Block
+from helpers.whole_runs import Run, is_hidden
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_BLOCKS = 3
@@ -258,6 +260,45 @@ def test_other_things_that_a_step_does() -> None:
     assert len(reduced) == NUM_BLOCKS + 1
     assert min(c.start.begin for c in reduced) > lanes.steps[1].begin
     assert "clip_grad_norm_" in timeline.summary()
+
+
+@pytest.mark.parametrize("api", ["fsdp1", "fully_shard"])
+@distributed(world_size=2)
+def test_rounds_of_whole_parameters(
+    api: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Seen with their bytes, outside of forward and backward, wherever it shows."""
+    monkeypatch.setattr("fsdp_c._whole.optimizer.ROUND_NBYTES", 512)
+    run = Run(api, muon, is_hidden)
+    run.backward(0)
+    run.optimizer.step()
+    with trace.record(run.model, steps=2, folder=tmp_path) as timeline:
+        for number in range(2):
+            run.backward(number)
+            run.optimizer.step()
+    wholes = run.optimizer._dealt.wholes
+    num_rounds = run.optimizer._dealt.num_rounds
+    kinds = ["gather_wholes", "step_wholes", "scatter_wholes"]
+    lanes = lanes_of(timeline.recorded)
+    if api == "fully_shard":  # in a flat parameter some lie whole
+        assert num_rounds > 1
+        assert all(each.travels for each in wholes)
+    assert [span.kind for span in lanes.wholes] == 2 * num_rounds * kinds
+    numbers = timeline.trace.numbers()
+    travelling = sum(4 * each.shape.numel() for each in wholes if each.travels)
+    assert numbers.whole_nbytes["gather_wholes"] == 2 * travelling
+    assert numbers.whole_nbytes["scatter_wholes"] == travelling
+    assert numbers.num_rounds == num_rounds
+    assert 0 < sum(numbers.wholes.values()) < numbers.rest
+    assert numbers.arena_peak <= fsdp_c.memory_stats(run.model)["peak_nbytes"]
+    summary = timeline.summary()
+    assert "whole parameters, steps of owners" in summary
+    assert f"Whole parameters: {num_rounds} rounds per step" in summary
+    events = timeline.trace.chrome()["traceEvents"]
+    gathers = [e for e in events if e["name"] == "gather_wholes" and e["tid"] == 2]
+    assert sum(e["args"]["bytes"] for e in gathers) == 2 * 2 * travelling
+    dist.barrier()
+    assert "whole parameters, back home" in trace.load(tmp_path).summary()
 
 
 @distributed(world_size=2)

@@ -124,6 +124,9 @@ const char *fsdp_timeline_kind_name(int kind) {
       [FSDP_TIMELINE_ALL_REDUCE] = "all_reduce",
       [FSDP_TIMELINE_REDUCE_HOOK] = "reduce_hook",
       [FSDP_TIMELINE_WAIT] = "wait",
+      [FSDP_TIMELINE_GATHER_WHOLES] = "gather_wholes",
+      [FSDP_TIMELINE_STEP_WHOLES] = "step_wholes",
+      [FSDP_TIMELINE_SCATTER_WHOLES] = "scatter_wholes",
   };
   if (kind < 0 || kind >= FSDP_NUM_TIMELINE_KINDS) return NULL;
   return names[kind];

@@ -39,6 +39,11 @@ typedef enum fsdp_timeline_kind {
   FSDP_TIMELINE_REDUCE_HOOK,
   /* and the host waiting for one: no unit, but its `sequence`. */
   FSDP_TIMELINE_WAIT,
+  /* Of a round of whole parameters, outside the engine: to their owners, the
+   * optimizer's step there, and home. No unit. */
+  FSDP_TIMELINE_GATHER_WHOLES,
+  FSDP_TIMELINE_STEP_WHOLES,
+  FSDP_TIMELINE_SCATTER_WHOLES,
   FSDP_NUM_TIMELINE_KINDS
 } fsdp_timeline_kind;
 
@@ -53,8 +58,8 @@ typedef struct fsdp_timeline_entry {
   int64_t begin_ns; /* of the recording's clock */
   int64_t end_ns;
   int64_t sequence;   /* of a collective in the engine's trace; -1: none */
-  int64_t nbytes;     /* of a collective, over all ranks; else bytes that the
-                         arena holds at the end; -1: unknown */
+  int64_t nbytes;     /* of a collective or a round, over all ranks; else bytes
+                         that the arena holds at the end; -1: unknown */
   int32_t unit;       /* index in the engine; -1: none */
   int32_t mark_begin; /* points in time on a lane of the device, for the port's
                          `mark`; -1: none */

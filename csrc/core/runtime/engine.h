@@ -244,6 +244,12 @@ fsdp_timeline *fsdp_engine_timeline(const fsdp_engine *engine);
  * nothing is recorded. unit NULL: none. */
 void fsdp_engine_note(const fsdp_engine *engine, const fsdp_unit *unit,
                       fsdp_timeline_kind kind, int64_t begin_ns);
+/* Spans of a round of whole parameters: returns its start, 0 if nothing is
+ * recorded; mark [out] of the device; -1: none. nbytes: see timeline.h. */
+int64_t fsdp_engine_begin_wholes(const fsdp_engine *engine,
+                                 fsdp_timeline_kind kind, int32_t *mark);
+void fsdp_engine_end_wholes(const fsdp_engine *engine, fsdp_timeline_kind kind,
+                            int64_t begin_ns, int32_t mark, int64_t nbytes);
 
 /* Borrowed; a change counts from the next use on. All ranks must agree. */
 fsdp_unit_settings *fsdp_unit_get_settings(fsdp_unit *unit);

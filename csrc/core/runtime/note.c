@@ -23,6 +23,11 @@ static bool is_collective(fsdp_timeline_kind kind) {
          kind == FSDP_TIMELINE_ALL_REDUCE || kind == FSDP_TIMELINE_REDUCE_HOOK;
 }
 
+static bool is_of_wholes(fsdp_timeline_kind kind) {
+  return kind >= FSDP_TIMELINE_GATHER_WHOLES &&
+         kind <= FSDP_TIMELINE_SCATTER_WHOLES;
+}
+
 /* A mark on the lane on which the device does what the span is about. */
 static int32_t mark_lane(const fsdp_engine *engine, fsdp_timeline_kind kind) {
   const fsdp_device_ops *ops = &engine->ops;
@@ -73,7 +78,7 @@ void fsdp_engine_priv_end_span(const fsdp_engine *engine, const fsdp_unit *unit,
   };
   if (is_collective(span.kind)) {
     entry.sequence = engine->log.num_recorded - 1;
-  } else {
+  } else if (!is_of_wholes(span.kind)) {
     fsdp_arena_stats stats;
     fsdp_arena_get_stats(engine->arena, &stats);
     entry.nbytes = stats.held_nbytes;
@@ -86,4 +91,18 @@ void fsdp_engine_note(const fsdp_engine *engine, const fsdp_unit *unit,
                       fsdp_timeline_kind kind, int64_t begin_ns) {
   const fsdp_priv_span span = {.begin_ns = begin_ns, .mark = -1, .kind = kind};
   fsdp_engine_priv_end(engine, unit, span, 0, 0);
+}
+
+int64_t fsdp_engine_begin_wholes(const fsdp_engine *engine,
+                                 fsdp_timeline_kind kind, int32_t *mark) {
+  const fsdp_priv_span span = fsdp_engine_priv_begin(engine, kind);
+  *mark = span.mark;
+  return span.begin_ns;
+}
+
+void fsdp_engine_end_wholes(const fsdp_engine *engine, fsdp_timeline_kind kind,
+                            int64_t begin_ns, int32_t mark, int64_t nbytes) {
+  const fsdp_priv_span span = {
+      .begin_ns = begin_ns, .mark = mark, .kind = kind};
+  fsdp_engine_priv_end(engine, NULL, span, nbytes, 0);
 }
