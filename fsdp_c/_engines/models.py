@@ -82,6 +82,9 @@ def memory_stats(model: nn.Module) -> dict[str, int]:
     * num_downloads, num_uploads: storages that were copied there and back so far.
     * num_iterations, num_all_gathers, num_reduces, num_prefetches: since wrapping.
 
+    ``memory_stats()`` of a :class:`fsdp_c.WholeParameterOptimizer` has the memory of
+    its rounds.
+
     Several engines (sharded modules without a common sharded ancestor) add up.
 
     Args:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from fsdp_c._state.parts import ParamPart
 from fsdp_c._units.agree import on_any_rank
@@ -144,6 +145,7 @@ class WholeParameterOptimizer(Optimizer):
             for options, members in _chosen_groups(parts, params)
         ]
         self._is_complete = self._has_begun = False
+        self._round_nbytes = 0  # the most that came to this rank
         shown = self._bind(parts)
         super().__init__(
             [
@@ -216,6 +218,24 @@ class WholeParameterOptimizer(Optimizer):
             whole.part.fqn: whole.replica_rank * whole.grid.num_shards
             + whole.shard_rank
             for whole in self._dealt.wholes
+        }
+
+    def memory_stats(self) -> dict[str, int]:
+        """Return what this rank has for whole parameters.
+
+        * num_params, state_nbytes: those that it owns, and the state that ``optimizer``
+          has for them.
+        * num_rounds: of a step.
+        * round_nbytes: values and gradients that other ranks had parts of, in the
+          largest round so far. While they travel, at most as much again is held;
+          between steps there is nothing of both.
+        """
+        leaves = tree_leaves([*self.optimizer.state.values()])
+        return {
+            "num_params": len(self._dealt.shown),
+            "num_rounds": self._dealt.num_rounds,
+            "round_nbytes": self._round_nbytes,
+            "state_nbytes": sum(x.nbytes for x in leaves if isinstance(x, Tensor)),
         }
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -311,9 +331,12 @@ class WholeParameterOptimizer(Optimizer):
         """
         values = _gathered(members, _value, "whole parameters")
         grads = _gathered(members, _gradient, "whole gradients")
+        nbytes = 0
         for each, value, grad in zip(members, values, grads, strict=True):
             if value is not None and grad is not None:
                 lend(self._dealt.shown[each], each, value, grad)
+                nbytes += value.nbytes + grad.nbytes if each.travels else 0
+        self._round_nbytes = max(self._round_nbytes, nbytes)
 
     def _with_gradients(self) -> list[WholeParam]:
         """Return the parameters that have a gradient on any rank; the same on all."""

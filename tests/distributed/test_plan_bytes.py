@@ -298,7 +298,7 @@ def _measure(model: Any, case: Case, step: Callable[[Any], None]) -> dict[str, i
     if isinstance(optimizer, WholeParameterOptimizer):
         assert optimizer.rest is not None
         inside = [optimizer.optimizer, optimizer.rest]
-        stats |= _measure_rounds(optimizer)
+        stats |= optimizer.memory_stats()
     state = [
         each.to_local() if isinstance(each, DTensor) else each
         for each in tree_leaves([[*each.state.values()] for each in inside])
@@ -320,20 +320,6 @@ def _make_optimizer(model: Any, case: Case) -> torch.optim.Optimizer:
     make = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[case.optimizer]
     trained = [param for param in model.parameters() if param.requires_grad]
     return make(trained, lr=1e-3)
-
-
-def _measure_rounds(optimizer: WholeParameterOptimizer) -> dict[str, int]:
-    """Return what this rank owns, and what travels to it in a round at most."""
-    mine = [each for each in optimizer._dealt.wholes if each.is_mine]
-    rounds = [0] * optimizer._dealt.num_rounds
-    for each in mine:
-        if each.travels:
-            rounds[each.round] += 2 * each.shape.numel() * each.part.param.itemsize
-    return {
-        "num_params": len(mine),
-        "num_rounds": len(rounds),
-        "round_nbytes": max(rounds),
-    }
 
 
 def _step(model: Any, optimizer: Any, case: Case, rank: int) -> None:
@@ -376,7 +362,7 @@ def _check(plan: Any, real: dict[str, int]) -> None:
         "all_gathers": plan.all_gather.launches,
     }
     if plan.whole is not None:
-        names = ("num_params", "num_rounds", "round_nbytes")
+        names = ("num_params", "num_rounds", "round_nbytes", "state_nbytes")
         planned |= {name: getattr(plan.whole, name) for name in names}
     wrong = {
         name: f"planned {value}, is {real[name]}"

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp_c import whole_parameter_optimizer
@@ -53,8 +54,13 @@ def test_a_step_takes_two_batches(api: str, monkeypatch: pytest.MonkeyPatch) -> 
     model = shard(api, Square())
     adamw = _peak_of_a_step(model, torch.optim.AdamW(model.parameters()))
     model = shard(api, Square())
-    peak = _peak_of_a_step(model, whole_parameter_optimizer(model, muon))
+    optimizer = whole_parameter_optimizer(model, muon)
+    assert optimizer.memory_stats()["round_nbytes"] == 0
+    peak = _peak_of_a_step(model, optimizer)
     assert batch <= peak <= adamw + 2 * batch + slack
+    stats = optimizer.memory_stats()
+    assert stats["round_nbytes"] == batch
+    assert stats["num_rounds"] == NUM_BLOCKS // dist.get_world_size() // ROUND
     monkeypatch.setattr("fsdp_c._state.exchange.DIRECT_NBYTES", 1024)
     peak = _peak_of_a_step(model, whole_parameter_optimizer(model, muon))
     assert batch <= peak <= adamw + 1.5 * batch + slack
@@ -87,6 +93,8 @@ def test_state_is_dealt_out(world_size: int, api: str) -> None:
     optimizer = whole_parameter_optimizer(model, muon)
     loss_of(model(torch.ones(2, WIDTH))).backward()
     optimizer.step()
+    stats = optimizer.memory_stats()
     momenta = [each["momentum_buffer"] for each in optimizer.optimizer.state.values()]
-    nbytes = sum(each.nbytes for each in momenta)
-    assert 0.95 <= nbytes / (4 * total / world_size) <= 1.05
+    assert stats["state_nbytes"] == sum(each.nbytes for each in momenta)
+    assert stats["num_params"] == len(momenta)
+    assert 0.95 <= stats["state_nbytes"] / (4 * total / world_size) <= 1.05
