@@ -198,6 +198,30 @@ class _Failures(_Page):
         assert_same_tensors("state", state, self.twin.state_dict(), 1e-5)
 
 
+class _Matrices(_Page):
+    """The matrices of an unsharded model are kept whole; the others go on after it."""
+
+    def __init__(self, rank: int, world_size: int, folder: str) -> None:
+        super().__init__(rank, world_size, folder)
+        self.names["build"] = lambda: nn.Sequential(
+            nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        )
+
+    def before(self, index: int) -> None:
+        if index == 4:
+            self.names["model"] = self.trained
+
+    def after(self, index: int) -> None:
+        if index == 2:
+            stats = self.names["optimizer"].memory_stats()
+            assert stats["num_params"] > 0
+            assert "steps of owners" in self.names["timeline"].summary()
+            self.trained = self.names["model"]
+        if index == 3:
+            kept = self.names["model"].named_parameters()
+            assert {param.numel() for _, param in kept} == {0, DIM, DIM * DIM}
+
+
 def _two_layers() -> nn.Module:
     return nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, 3))
 
@@ -260,6 +284,7 @@ SETUPS: dict[str, type[_Page]] = {
     "docs/reference/state_dicts.md": _StateDicts,
     "docs/guide/failures.md": _Failures,
     "docs/guide/faq.md": _Faq,
+    "docs/guide/matrix_optimizers.md": _Matrices,
     "docs/guide/migrate.md": _Migrate,
 }
 
