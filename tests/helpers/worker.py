@@ -195,6 +195,9 @@ def _run(task: Task, rank: int) -> Outcome:
         outcome = Outcome("xfailed", str(error))
     except BaseException:
         return Outcome("failed", traceback.format_exc(), keeps_pool=False)
+    for argument in arguments.values():
+        if isinstance(argument, pytest.MonkeyPatch):
+            argument.undo()  # pytest undoes its own, in another process
     if dist.distributed_c10d._world.group_count > num_made:
         _forget_meshes()
     try:
