@@ -136,7 +136,7 @@ FAULTS = (
     c10d_fault(
         "each parameter has a call of c10d",
         "can_coalesce",
-        ("return backend->supportsCoalescing()", "return !MUTANT && OLD"),
+        ("backend->supportsCoalescing()", "!MUTANT && OLD"),
     ),
     c10d_fault(
         "complex numbers are sent as such",
