@@ -17,7 +17,7 @@ SHARED_NBYTES if all are small. Ranks that do not wait for each other after each
 are faster. All ranks batch alike.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -130,6 +130,17 @@ def exchange_in(
 
     ``device`` is the one of the sources, ``label`` the exchange's name in errors.
     """
+    return begin_exchange_in(group, device, moves, label)()
+
+
+def begin_exchange_in(
+    group: ProcessGroup, device: torch.device, moves: Sequence[Move], label: str
+) -> Callable[[], list[Tensor]]:
+    """Begin :func:`exchange_in`; what is returned ends it, and is called once.
+
+    Until then sources and targets are read and written, unless ``group`` passes
+    messages through shared memory: those have been passed.
+    """
     device = _exchange_device(group, device)
     rank = group.rank()
     numels = [each.needed.numel(each.position, rank) for each in moves]
@@ -153,7 +164,7 @@ def exchange_in(
     )
     if group.size() == 1:
         copy_tensors(copies)
-        return results
+        return lambda: results
     works: list[dist.Work] = []
     with naming_ranks(group, label):
         # The messages travel while this rank copies what it holds itself.
@@ -169,11 +180,23 @@ def exchange_in(
             works = dist.batch_isend_irecv(operations)
     if not is_passed:
         copy_tensors(copies)
+
+    messages = [*outgoing, *incoming]  # works need not hold their memory
+
+    def end() -> list[Tensor]:
         with naming_ranks(group, label):
             for work in works:
                 work.wait()
-    copy_tensors(unpacking)
-    return results
+        messages.clear()
+        copy_tensors(unpacking)
+        return results
+
+    return end
+
+
+def runs_beside(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether an exchange goes on, on a stream, while this thread does other work."""
+    return group.size() > 1 and _exchange_device(group, device) != CPU
 
 
 def _exchange_device(group: ProcessGroup, device: torch.device) -> torch.device:

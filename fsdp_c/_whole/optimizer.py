@@ -5,7 +5,8 @@ Between steps the model has parts of parameters and of gradients, as always: cli
 and scaling take those. In step() the owner of a parameter gets its whole and its whole
 gradient, the user's own optimizer steps it there, and the parts of the new values go
 home. That is done in rounds, so that an owner has few wholes at a time; see
-csrc/core/layout/owners.h. The state of a parameter stays with its owner.
+csrc/core/layout/owners.h. Where exchanges run on a stream, the next round is under way
+while the optimizer steps this one. The state of a parameter stays with its owner.
 """
 
 import inspect
@@ -27,7 +28,7 @@ from fsdp_c._whole.owned import (
     Dealt,
     Travelling,
     WholeParam,
-    gather,
+    begin_gather,
     lend,
     parts_of,
     scatter,
@@ -227,8 +228,8 @@ class WholeParameterOptimizer(Optimizer):
           has for them.
         * num_rounds: of a step.
         * round_nbytes: values and gradients that other ranks had parts of, in the
-          largest round so far. While they travel, at most as much again is held;
-          between steps there is nothing of both.
+          largest round so far. While they travel, at most as much again is held, or
+          three times as much where the next round is under way; between steps nothing.
         """
         leaves = tree_leaves([*self.optimizer.state.values()])
         return {
@@ -273,11 +274,19 @@ class WholeParameterOptimizer(Optimizer):
         self._pass_options_on()
         before = [_options(group) for group in self.optimizer.param_groups]
         failure: RuntimeError | None = None
-        for number in range(self._dealt.num_rounds):
+        rounds = [
+            [each for each in stepped if each.round == number]
+            for number in range(self._dealt.num_rounds)
+        ]
+        arriving = self._begin_lending(rounds[0])
+        for members, following in zip(rounds, [*rounds[1:], []], strict=True):
             # An optimizer that counts steps in its groups counts one.
             for group, options in zip(self.optimizer.param_groups, before, strict=True):
                 group.update(options)
-            error = self._step_round([each for each in stepped if each.round == number])
+            with span(self._owner, GATHER, members):
+                arriving()
+                arriving = self._begin_lending(following)
+            error = self._step_round(members)
             failure = failure or error
         if failure is not None:
             raise failure  # not before: the other ranks wait in the rounds
@@ -289,8 +298,6 @@ class WholeParameterOptimizer(Optimizer):
 
     def _step_round(self, members: Sequence[WholeParam]) -> RuntimeError | None:
         """Step parameters; return what the optimizer raised, if it did."""
-        with span(self._owner, GATHER, members):
-            self._lend(members)
         failure = None
         mine = [each for each in members if each.is_mine]
         try:
@@ -324,13 +331,30 @@ class WholeParameterOptimizer(Optimizer):
             if each.is_mine:
                 take_back(self._dealt.shown[each], each)
 
-    def _lend(self, members: Sequence[WholeParam]) -> None:
-        """Let those that this rank owns show their values and gradients.
+    def _begin_lending(self, members: Sequence[WholeParam]) -> Callable[[], None]:
+        """Begin to bring values and gradients to those that this rank owns.
 
-        One after the other: messages and what they bring are there at the same time.
+        What is returned ends it. Exchanges that run beside this thread begin here, the
+        others there, one after the other: messages and what they bring are there at the
+        same time.
         """
-        values = _gathered(members, _value, "whole parameters")
-        grads = _gathered(members, _gradient, "whole gradients")
+        early = [each for each in members if each.grid.runs_beside]
+        late = [each for each in members if not each.grid.runs_beside]
+        ends = [_begin_gathers(early, *kind) for kind in _KINDS] if early else []
+
+        def end() -> None:
+            self._lend(early, *(each() for each in ends))
+            self._lend(late, *(_begin_gathers(late, *kind)() for kind in _KINDS))
+
+        return end
+
+    def _lend(
+        self,
+        members: Sequence[WholeParam],
+        values: Sequence[Tensor | None] = (),
+        grads: Sequence[Tensor | None] = (),
+    ) -> None:
+        """Let those that this rank owns show their values and gradients."""
         nbytes = 0
         for each, value, grad in zip(members, values, grads, strict=True):
             if value is not None and grad is not None:
@@ -579,11 +603,11 @@ def _problem(whole: WholeParam) -> str | None:
     return None
 
 
-def _gathered(
+def _begin_gathers(
     members: Sequence[WholeParam], part_of: Callable[[WholeParam], Tensor], what: str
-) -> list[Tensor | None]:
-    """Return the wholes that this rank owns, of the ranks' parts. Collective."""
-    return gather(
+) -> Callable[[], list[Tensor | None]]:
+    """Begin to gather the wholes that this rank owns. Collective."""
+    return begin_gather(
         [Travelling(each, part_of(each), each.part.param.dtype) for each in members],
         what,
     )
@@ -601,6 +625,9 @@ def _gradient(whole: WholeParam) -> Tensor:
     if grad is None:
         return torch.zeros_like(home.values())
     return home.part_in(grad.detach())
+
+
+_KINDS = ((_value, "whole parameters"), (_gradient, "whole gradients"))
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,12 @@ from torch.distributed import ProcessGroup
 
 from fsdp_c._fully_shard.row_parts import GroupRows, parts_in
 from fsdp_c._native import Placement, deal_out
-from fsdp_c._state.exchange import Move, exchange_in
+from fsdp_c._state.exchange import (
+    Move,
+    begin_exchange_in,
+    exchange_in,
+    runs_beside,
+)
 from fsdp_c._state.parts import ParamPart, Spread, whole_part
 from fsdp_c._units.failures import naming_ranks
 from fsdp_c._units.names import clean_name
@@ -84,6 +89,13 @@ class Grid(NamedTuple):
     @property
     def replica_rank(self) -> int:
         return 0 if self.replica_group is None else self.replica_group.rank()
+
+    @property
+    def runs_beside(self) -> bool:
+        """Whether a gather over a row goes on while this rank does other work."""
+        return self.shard_group is not None and runs_beside(
+            self.shard_group, self.device
+        )
 
     @property
     def groups(self) -> list[ProcessGroup]:
@@ -210,7 +222,8 @@ class Dealt:
                 [parts[i].shape.numel() * parts[i].param.itemsize for i in members],
                 num_owners=grid.num_shards * grid.num_replicas,
                 num_shards=grid.num_shards,
-                round_nbytes=round_nbytes,
+                # The next round may be under way.
+                round_nbytes=max(1, round_nbytes // (2 if grid.runs_beside else 1)),
                 shards=shards,
             )
             for index, shard, (owner, number) in zip(
@@ -254,6 +267,13 @@ def gather(travelling: Sequence[Travelling], what: str) -> list[Tensor | None]:
     All ranks must call it with the same parameters. A whole may be the part itself, if
     that lies as torch places a tensor: see ALIGNMENT_NBYTES.
     """
+    return begin_gather(travelling, what)()
+
+
+def begin_gather(
+    travelling: Sequence[Travelling], what: str
+) -> Callable[[], list[Tensor | None]]:
+    """Begin :func:`gather`; what is returned ends it, and is called once."""
     results: list[Tensor | None] = [None] * len(travelling)
     rows: dict[Grid, list[int]] = {}
     for index, (whole, values, _) in enumerate(travelling):
@@ -263,17 +283,25 @@ def gather(travelling: Sequence[Travelling], what: str) -> list[Tensor | None]:
         elif whole.is_mine and values is not None:
             is_aligned = values.data_ptr() % ALIGNMENT_NBYTES == 0
             results[index] = values if is_aligned else values.clone()
+    under_way = []
     for grid, members in rows.items():
         moves = [
             Move(values, dtype, whole.position, whole.sharded, whole.owned)
             for whole, values, dtype in (travelling[i] for i in members)
         ]
         assert grid.shard_group is not None
-        arrived = exchange_in(grid.shard_group, grid.device, moves, f"gather of {what}")
-        for index, values in zip(members, arrived, strict=True):
-            if travelling[index].whole.is_mine:
-                results[index] = values
-    return results
+        label = f"gather of {what}"
+        end_one = begin_exchange_in(grid.shard_group, grid.device, moves, label)
+        under_way.append((members, end_one))
+
+    def end() -> list[Tensor | None]:
+        for members, end_one in under_way:
+            for index, values in zip(members, end_one(), strict=True):
+                if travelling[index].whole.is_mine:
+                    results[index] = values
+        return results
+
+    return end
 
 
 def scatter(travelling: Sequence[Travelling], what: str) -> list[Tensor]:

@@ -284,6 +284,7 @@ def plan_rank(
             settings.steps_whole or is_hidden_matrix,
             trained_units=run.trained_units,
             by_rows=settings.by_rows,
+            on_cpu=settings.on_cpu,
             rank=settings.rank,
         )
     optimizer = [

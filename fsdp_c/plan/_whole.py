@@ -34,8 +34,8 @@ class WholeStep:
         num_params: Parameters that it owns.
         state_nbytes: The optimizer's state for them: a momentum, as Muon's.
         num_rounds: Of a step, on all ranks.
-        round_nbytes: Values and gradients of its largest round. While they travel, at
-            most as much again is held.
+        round_nbytes: Values and gradients of its largest round.
+        held_nbytes: The most that is held with what travels.
         wire_nbytes: Bytes that it sends: parts to owners, new values back.
         is_peak: Whether the rank's memory is highest then.
     """
@@ -44,13 +44,9 @@ class WholeStep:
     state_nbytes: int
     num_rounds: int
     round_nbytes: int
+    held_nbytes: int
     wire_nbytes: int
     is_peak: bool = False
-
-    @property
-    def held_nbytes(self) -> int:
-        """The most that a round holds."""
-        return 2 * self.round_nbytes
 
 
 @dataclass(frozen=True)
@@ -87,6 +83,7 @@ def plan_whole_step(
     *,
     trained_units: set[int],
     by_rows: bool,
+    on_cpu: bool,
     rank: int,
 ) -> tuple[WholeStep, frozenset[str]]:
     """Return a rank's step, and the names of what is stepped whole.
@@ -100,6 +97,7 @@ def plan_whole_step(
         chooses: Of a parameter that requires gradients.
         trained_units: Those that get gradients.
         by_rows: Units are those of fully_shard().
+        on_cpu: Train on the CPU; else the next round is under way during a step.
         rank: Of all ranks.
 
     Raises:
@@ -129,7 +127,7 @@ def plan_whole_step(
             [each.nbytes for each in members],
             num_owners=num_shards * num_replicas,
             num_shards=num_shards,
-            round_nbytes=ROUND_NBYTES,
+            round_nbytes=ROUND_NBYTES // (1 if on_cpu or num_shards == 1 else 2),
             shards=shards,
         )
         row, column = divmod(rank % (num_shards * num_replicas), num_shards)
@@ -150,4 +148,5 @@ def plan_whole_step(
             wire += (num_replicas - 1) * part
     largest = max(rounds.values(), default=0)
     names = frozenset(each.param.name for members in grids.values() for each in members)
-    return WholeStep(num_params, state, num_rounds, largest, wire), names
+    held = (2 if on_cpu else 4) * largest
+    return WholeStep(num_params, state, num_rounds, largest, held, wire), names

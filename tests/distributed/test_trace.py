@@ -289,7 +289,9 @@ def test_rounds_of_whole_parameters(
     assert numbers.whole_nbytes["gather_wholes"] == 2 * travelling
     assert numbers.whole_nbytes["scatter_wholes"] == travelling
     assert numbers.num_rounds == num_rounds
-    assert 0 < sum(numbers.wholes.values()) < numbers.rest
+    assert sum(numbers.wholes.values()) > 0
+    if not numbers.on_device:  # which works when the host has left the step
+        assert sum(numbers.wholes.values()) < numbers.rest
     assert numbers.arena_peak <= fsdp_c.memory_stats(run.model)["peak_nbytes"]
     summary = timeline.summary()
     assert "whole parameters, steps of owners" in summary

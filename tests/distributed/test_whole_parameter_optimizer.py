@@ -33,10 +33,12 @@ from fsdp_c import (
     whole_parameter_optimizer,
 )
 from fsdp_c._fully_shard.capture_checks import check_optimizer
+from fsdp_c._whole import owned
 from helpers.distributed import TEST_DEVICE, distributed
 from helpers.groups import hybrid_groups, kept_mesh
 from helpers.impl import FSDP, CPUOffload, ShardingStrategy, StateDictType
 from helpers.matrix_optimizers import ANY_SHAPE, Shampoo, TensorNorm, muon, sgd
+from helpers.transports import c10d_only
 from helpers.whole_runs import (
     Run,
     assert_states,
@@ -244,6 +246,39 @@ def test_wholes_are_there_in_rounds_only(
     for shown in run.optimizer._dealt.shown.values():
         assert shown.untyped_storage().nbytes() == shown.itemsize
         assert shown.isnan().all()
+
+
+@pytest.mark.parametrize("api", ["fsdp1", "fully_shard"])
+@distributed(world_size=(2, 3))
+def test_the_next_round_is_under_way(monkeypatch: pytest.MonkeyPatch, api: str) -> None:
+    """Where exchanges run beside the host: as gloo's do, so values show it here."""
+    monkeypatch.setattr("fsdp_c._whole.optimizer.ROUND_NBYTES", 2 * 4 * 12 * 9)
+    monkeypatch.setattr("fsdp_c._whole.owned.runs_beside", lambda *_: True)
+    seen: list[str] = []
+    begin = owned.begin_exchange_in
+
+    def begin_exchange(*args: Any) -> Any:
+        if "gradients" in args[-1]:
+            seen.append("begin")
+        return begin(*args)
+
+    monkeypatch.setattr("fsdp_c._whole.owned.begin_exchange_in", begin_exchange)
+
+    class Watched(TensorNorm):
+        def step(self, closure: Any = None) -> None:
+            seen.append("step")
+            super().step(closure)
+
+    with c10d_only():
+        run = Run(api, Watched)
+        run.plain_optimizers = [TensorNorm(run.plain.parameters())]
+        run.step(0)
+        if api == "fully_shard":  # each round has something that travels
+            num_rounds = run.optimizer._dealt.num_rounds
+            middle = ["begin", "step"] * (num_rounds - 1)
+            assert num_rounds > 2
+            assert seen == ["begin", *middle, "step"]
+        run.train(2, first=1)
 
 
 @distributed(world_size=2)

@@ -77,6 +77,8 @@ def test_offloaded_rounds_are_in_host_memory() -> None:
     ]
     none, muon = ranks
     assert muon.whole is not None
+    # The next round is under way.
+    assert muon.whole.held_nbytes == 2 * muon.whole.round_nbytes * 2
     more = muon.optimizer_nbytes + muon.whole.held_nbytes
     assert muon.host_nbytes == none.host_nbytes + more
     assert muon.peak_nbytes == none.peak_nbytes
