@@ -6,11 +6,11 @@ import torch
 from helpers.distributed import distributed
 from helpers.models import MLP, Block
 from helpers.rows import in_either_api
-from helpers.transports import over
+from helpers.transports import OWN, over
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("transport", ["1", "0"])
+@pytest.mark.parametrize("transport", [OWN, "c10d"])
 @pytest.mark.parametrize("api", ["FSDP", "FSDP flat", "fully_shard"])
 @distributed(world_size=2)
 def test_training_between_evaluations(api: str, transport: str) -> None:
