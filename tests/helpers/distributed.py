@@ -157,6 +157,8 @@ class Pool:
     ) -> None:
         self.world_size = world_size
         self.device = device
+        # fully_shard() without a mesh, as frameworks, takes a GPU that it sees.
+        hides_gpus = hides_gpus or device == "cpu"
         self._hidden = {"CUDA_VISIBLE_DEVICES": ""} if hides_gpus else {}
         self.num_tasks = 0
         self._directory = tempfile.TemporaryDirectory(prefix="fsdp_c_test_")
