@@ -435,7 +435,7 @@ def distributed(
         world_size: Ranks; a sequence runs the test once for each.
         timeout_s: Seconds after which the ranks' stacks are shown and they end.
         device: "cpu" or "cuda"; by default what FSDP_C_TEST_DEVICE says.
-        hides_gpus: Run in workers of their own that see no GPU; the CPU's never see one.
+        hides_gpus: Run in workers of their own, which see no GPU. The CPU's never do.
     """
     sizes = [world_size] if isinstance(world_size, int) else list(world_size)
 
