@@ -267,3 +267,22 @@ TEST(test_unit_goes_inside_backward) {
   CHECK_TAPE_HAS("record e2 reduce; wait compute e2;");
   PLAY("state b SHARDED; end");
 }
+
+/* A unit that does not reduce, or was frozen since, holds nobody up. */
+TEST(test_who_is_not_waited_for) {
+  const model_options options = {.rank = 0};
+  fsdp_error error = {FSDP_OK, 0, NULL, ""};
+  model_open(&options, "root 4; a 8; b 12; c 16");
+  PLAY("step; num_reduces 4"); /* c b a root */
+  fsdp_unit_get_settings(m.units[2].unit)->sync = FSDP_SYNC_NONE;
+  PLAY("zero_grad; forward; pre_backward root; pre_backward c; grads c");
+  PLAY("num_reduces 5; pre_backward b; grads b; pre_backward a; grads a");
+  PLAY("num_reduces 6; grads root; finish; num_reduces 7");
+  fsdp_unit_get_settings(m.units[2].unit)->sync = FSDP_SYNC_REDUCE;
+  PLAY("step; check_grads; num_reduces 11");
+
+  CHECK_OK(fsdp_unit_set_trainable(m.units[3].unit, 0, false, &error));
+  PLAY("zero_grad; forward; pre_backward root; pre_backward c");
+  PLAY("pre_backward b; grads b; num_reduces 12; pre_backward a; grads a");
+  PLAY("num_reduces 13; grads root; finish; num_reduces 14; check_grads; end");
+}

@@ -392,6 +392,14 @@ static inline bool fsdp_unit_priv_has_unreduced(const fsdp_unit *unit) {
   return fsdp_unit_priv_has_grads(unit, FSDP_GRADS_UNSHARDED) ||
          unit->num_pending > 0;
 }
+/* Whether some parameter requires grad. */
+static inline bool fsdp_unit_priv_is_trained(const fsdp_unit *unit) {
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    if (unit->segments[i].is_trainable) return true;
+  }
+  return false;
+}
+
 /* pack.c */
 /* Takes a block for unsharded gradients, all unfilled, unless one is held. */
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_open_grads(fsdp_unit *unit,

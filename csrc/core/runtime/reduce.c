@@ -5,10 +5,10 @@
  * All ranks must issue their collectives in one order, even where units become
  * ready in another, in spite of Note [Where a unit is reduced]. The order of
  * the last backward is recorded. In the next one a unit that stands in the
- * record waits until every unit before it that ran forward has been reduced; a
- * unit that does not stand there, or whose turn is over, is reduced as soon as
- * it is ready. Without a forward since the last backward (retain_graph, or a
- * second loss), any may come.
+ * record waits until every unit before it that ran forward, is trained and
+ * reduces has been reduced; a unit that does not stand there, or whose turn is
+ * over, is reduced as soon as it is ready. Without a forward since the last
+ * backward (retain_graph, or a second loss), any may come.
  */
 #include "base/alloc.h"
 #include "runtime/engine_priv.h"
@@ -82,7 +82,9 @@ static fsdp_status advance_cursor(fsdp_engine *engine, bool skip_unready,
       engine->reduce_cursor++;
       FSDP_TRY(issue_reduce(next, error));
     } else if (skip_unready ||
-               (engine->ran_forward && !next->step.ran_forward)) {
+               (engine->ran_forward && !next->step.ran_forward) ||
+               next->settings.sync == FSDP_SYNC_NONE ||
+               !fsdp_unit_priv_is_trained(next)) {
       engine->reduce_cursor++;
     } else {
       break;
