@@ -60,6 +60,7 @@ class Unit:
         part_group: ProcessGroup | None = None,
         extended: Sequence[int] | None = None,
         block_numels: Sequence[int] | None = None,
+        is_apart: bool = False,
     ) -> Unit: ...
     @property
     def name(self) -> str: ...
@@ -319,6 +320,7 @@ def plan_step(
             Layout,
             Sequence[tuple[torch.dtype, torch.dtype, torch.dtype]],
             int,
+            bool,
             bool,
             bool,
             bool,

@@ -108,16 +108,17 @@ static int read_unit(const module_state *state, PyObject *item,
                      fsdp_step_unit *unit, fsdp_segment_options **segments) {
   PyObject *layout, *dtypes; /* borrowed */
   long long num_replicas;
-  int reshards, reshards_after_backward, finds_unused;
+  int reshards, reshards_after_backward, finds_unused, is_apart;
   int backward_prefetch, forward_prefetch, offloads;
   if (!PyTuple_Check(item)) {
     PyErr_Format(PyExc_TypeError, "units must be tuples, got %R", item);
     return -1;
   }
-  if (!PyArg_ParseTuple(item, "sO!OLpppipp;a unit of plan_step", &unit->name,
+  if (!PyArg_ParseTuple(item, "sO!OLppppipp;a unit of plan_step", &unit->name,
                         state->layout_type, &layout, &dtypes, &num_replicas,
                         &reshards, &reshards_after_backward, &finds_unused,
-                        &backward_prefetch, &forward_prefetch, &offloads)) {
+                        &is_apart, &backward_prefetch, &forward_prefetch,
+                        &offloads)) {
     return -1;
   }
   if (num_replicas < 1 || backward_prefetch < FSDP_PREFETCH_NONE ||
@@ -133,6 +134,7 @@ static int read_unit(const module_state *state, PyObject *item,
   unit->reshards = reshards != 0;
   unit->reshards_after_backward = reshards_after_backward != 0;
   unit->finds_unused = finds_unused != 0;
+  unit->is_apart = is_apart != 0;
   unit->backward_prefetch = (fsdp_prefetch)backward_prefetch;
   unit->forward_prefetch = forward_prefetch != 0;
   unit->offloads = offloads != 0;

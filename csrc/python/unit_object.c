@@ -49,6 +49,7 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args,
                                          "part_group",
                                          "extended",
                                          "block_numels",
+                                         "is_apart",
                                          NULL};
   const char *name;
   /* All borrowed. */
@@ -60,15 +61,16 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args,
   int reshard_after_backward_without_sync = 1;
   int backward_prefetch = FSDP_PREFETCH_PRE, forward_prefetch = 0;
   int cast_forward_inputs = 0, cast_root_forward_inputs = 0;
-  int keep_low_precision_grads = 0, offloads = 0;
+  int keep_low_precision_grads = 0, offloads = 0, is_apart = 0;
   if (!PyArg_ParseTupleAndKeywords(
-          args, kwargs, "sOO|$OOOOppppipppppOOOO:Unit", FSDP_KEYWORDS(keywords),
-          &name, &params, &device, &shard_group, &replica_group, &param_dtype,
-          &reduce_dtype, &use_orig_params, &reshard_after_forward, &shows_kept,
+          args, kwargs, "sOO|$OOOOppppipppppOOOOp:Unit",
+          FSDP_KEYWORDS(keywords), &name, &params, &device, &shard_group,
+          &replica_group, &param_dtype, &reduce_dtype, &use_orig_params,
+          &reshard_after_forward, &shows_kept,
           &reshard_after_backward_without_sync, &backward_prefetch,
           &forward_prefetch, &cast_forward_inputs, &cast_root_forward_inputs,
           &keep_low_precision_grads, &offloads, &shard_dims, &part_group,
-          &extended, &block_numels)) {
+          &extended, &block_numels, &is_apart)) {
     return NULL;
   }
   if (backward_prefetch < FSDP_PREFETCH_NONE ||
@@ -122,6 +124,7 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args,
       .offloads = offloads != 0,
       .shard_dims = dims,
       .block_numels = blocks,
+      .is_apart = is_apart != 0,
   };
   FSDP_LOCAL_ERROR(error);
   if (fsdp_torch_unit_create(&options, &self->unit, &error) != FSDP_OK) {
@@ -401,7 +404,7 @@ PyDoc_STRVAR(
     "     forward_prefetch=False, cast_forward_inputs=False,\n"
     "     cast_root_forward_inputs=False, keep_low_precision_grads=False,\n"
     "     offloads=False, shard_dims=None, part_group=None, extended=None,\n"
-    "     block_numels=None)\n"
+    "     block_numels=None, is_apart=False)\n"
     "--\n\n"
     "One unit: the parameters of one wrapped module, flattened and sharded.\n"
     "\n"

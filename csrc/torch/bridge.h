@@ -109,6 +109,8 @@ typedef struct fsdp_torch_unit_options {
   const int64_t *block_numels; /* per use of a flat unit: elements that are kept
                                   together, see layout/flat_layout.h; NULL:
                                   none are */
+  bool is_apart; /* of a unit by rows: from the one before it in its engine, see
+                    runtime/apart.c */
 } fsdp_torch_unit_options;
 
 /*

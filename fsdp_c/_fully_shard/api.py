@@ -1,7 +1,7 @@
 """fully_shard() and the functions beside it."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from fsdp_c._fully_shard.sharded_params import Place, register
 from fsdp_c._fully_shard.stages import StageState
 from fsdp_c._fully_shard.torch_state_dicts import correct_state_dicts
 from fsdp_c._torch_compat import interpreted, note_fully_sharded
+from fsdp_c._units.apart import choose_apart, have_units_inside
 from fsdp_c._units.base import ShardedModule
 from fsdp_c._units.cuts import Cut, local_of
 from fsdp_c._units.keep_whole import Kept, kept_of
@@ -45,7 +46,8 @@ def fully_shard(
     """Shard the parameters of a module, in place, as PyTorch's FSDP2 does.
 
     Call it bottom-up: the parameters that no call on a submodule took become one unit,
-    which is gathered and reduced together. They become DTensors, of which each rank
+    which is gathered and reduced together; of a module with other calls inside, large
+    ones become units of their own, which run with it. They become DTensors, of which each rank
     has what ``torch.chunk`` gives it; in forward the modules see plain tensors.
     Optimizers, ``clip_grad_norm_`` and state dicts are torch's own, on the DTensors.
 
@@ -188,7 +190,7 @@ def _make_groups(
     arguments: Arguments,
     ignored: set[nn.Parameter],
 ) -> tuple[Group, ...]:
-    """Shard the parameters; those of one mesh are a group."""
+    """Shard the parameters; those of one mesh are a group, but for units apart."""
     found: dict[nn.Parameter, list[tuple[nn.Module, str, str]]] = {}
     for prefix, module in own:
         for name, param in module._parameters.items():
@@ -207,8 +209,11 @@ def _make_groups(
         cut = data.cut(fqn, param, dim)
         _check_kept(kept_of(*uses[0][:2]), fqn, cut, data.num_shards)
         making.params[param] = cut
+    made = list(makings.values())
+    if have_units_inside(modules):
+        made = [part for making in made for part in _with_apart(making, found)]
     storage = torch.device("cpu") if arguments.offloads else arguments.device
-    for making in makings.values():
+    for making in made:
         data = making.arguments.data
         for param, cut in making.params.items():
             making.sharded.append(
@@ -222,7 +227,7 @@ def _make_groups(
                 )
             )
     groups = []
-    for making in makings.values():
+    for making in made:
         places: list[Place] = []
         for index, (param, new) in enumerate(
             zip(making.params, making.sharded, strict=True)
@@ -233,7 +238,9 @@ def _make_groups(
                 register(module, name, new)
                 places.append(Place(module, name, fqn, index))
         cuts = tuple(making.params.values())
-        groups.append(Group(modules, making.arguments, places, making.sharded, cuts))
+        groups.append(
+            Group(modules, making.arguments, places, making.sharded, cuts, making.apart)
+        )
     return tuple(groups) or (Group(modules, arguments, (), (), ()),)
 
 
@@ -245,6 +252,7 @@ class _Making:
         self.info = info  # torch's object of its mesh; None: the argument
         self.params: dict[nn.Parameter, Cut] = {}
         self.sharded: list[nn.Parameter] = []
+        self.apart = ""  # the name of its parameter, if its unit is apart
 
 
 def _making_for(
@@ -262,6 +270,24 @@ def _making_for(
             f"object, but shard_placement_fn returned another one for parameter {fqn!r}"
         )
     return makings[key]
+
+
+def _with_apart(
+    making: _Making, found: dict[nn.Parameter, list[tuple[nn.Module, str, str]]]
+) -> Iterator[_Making]:
+    """Yield the group, and those of its parameters that become units apart."""
+    params = list(making.params)
+    chosen = choose_apart(
+        [making.params[p].shape.numel() if p.requires_grad else 0 for p in params]
+    )
+    parts = []
+    for index in chosen:
+        part = _Making(making.arguments, making.info)
+        part.apart = found[params[index]][0][2]
+        part.params[params[index]] = making.params.pop(params[index])
+        parts.append(part)
+    yield making
+    yield from parts
 
 
 def _check_kept(kept: Kept | None, fqn: str, cut: Cut, num_shards: int) -> None:

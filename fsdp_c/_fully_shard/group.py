@@ -38,6 +38,8 @@ class Group(Owner):
 
     Attributes:
         modules: As passed to fully_shard().
+        apart: The name of its parameter in the module, if its unit is apart from that
+            of the group before it (Note [Units apart] in csrc/core/runtime/apart.c).
         arguments: Likewise.
         params: Their parameters.
         settings: What was set since; :meth:`change` changes it.
@@ -55,8 +57,10 @@ class Group(Owner):
         places: Sequence[Place],
         sharded: Sequence[nn.Parameter],
         cuts: Sequence[Cut],
+        apart: str = "",
     ) -> None:
         self.modules = tuple(modules)
+        self.apart = apart
         self.arguments = arguments
         owner = type(self.modules[0]).__name__
         self.params = ShardedParams(owner, arguments, places, sharded, cuts)
@@ -122,6 +126,7 @@ class Group(Owner):
             shard_dims=[cut.dim for cut in self.params.cuts],
             part_group=arguments.part_group if settings.keeps_part else None,
             extended=extended,
+            is_apart=bool(self.apart),
         )
 
     def dissolve(self) -> None:
@@ -143,6 +148,8 @@ class Group(Owner):
 
     def label(self, name: str) -> str:
         """Return the unit's name; ``name`` is its module's, which may have several."""
+        if self.apart:
+            return f"{name}.{self.apart}".lstrip(".")
         groups = owners_of(self.modules[0])
         number = groups.index(self) if self in groups else 0
         if number == 0:
@@ -152,7 +159,8 @@ class Group(Owner):
 
     def unit_name(self, name: str) -> str:
         """Return the unit's name, which is never empty."""
-        return self.label(name or type(self.modules[0]).__name__)
+        is_named = name or self.apart
+        return self.label(name if is_named else type(self.modules[0]).__name__)
 
     def unit_facts(self, name: str) -> UnitFacts:
         """Return what tools ask of the unit; ``name`` is that of its module."""

@@ -390,7 +390,7 @@ class FSDPModule(TorchFSDPModule):
     # Collectives of the user's own --------------------------------------------
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Let ``comm`` gather this module's parameters, in one call.
+        """Let ``comm`` gather this module's parameters, in one call for each unit.
 
         Args:
             comm: torch's AllGather: it allocates the buffer and fills it.
@@ -399,10 +399,10 @@ class FSDPModule(TorchFSDPModule):
             RuntimeError: In the middle of a step.
             ValueError: The parameters are on several meshes.
         """
-        self._only_group("set_custom_all_gather").set_comm(all_gather=comm)
+        self._set_comm("set_custom_all_gather", all_gather=comm)
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Let ``comm`` reduce this module's gradients, in one call.
+        """Let ``comm`` reduce this module's gradients, in one call for each unit.
 
         Args:
             comm: torch's ReduceScatter. Its ``op`` is always a sum, which the engine
@@ -412,7 +412,7 @@ class FSDPModule(TorchFSDPModule):
             RuntimeError: In the middle of a step.
             ValueError: The parameters are on several meshes.
         """
-        self._only_group("set_custom_reduce_scatter").set_comm(reduce_scatter=comm)
+        self._set_comm("set_custom_reduce_scatter", reduce_scatter=comm)
 
     def set_all_reduce_hook(
         self, hook: Callable[[Tensor], object], *, stream: Any = None
@@ -431,10 +431,10 @@ class FSDPModule(TorchFSDPModule):
             ValueError: The parameters are on several meshes, or ``stream`` was passed
                 for a mesh with replicas.
         """
-        group = self._only_group("set_all_reduce_hook")
-        if stream is not None and group.arguments.data.replica_group is not None:
+        has_replicas = self._fsdp_c_groups[0].arguments.data.replica_group is not None
+        if stream is not None and has_replicas:
             raise ValueError("stream cannot be set when using native HSDP")
-        group.set_comm(hook=hook, stream=stream)
+        self._set_comm("set_all_reduce_hook", hook=hook, stream=stream)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """No effect: fsdp_c's buffers are memory of torch's allocator.
@@ -463,14 +463,16 @@ class FSDPModule(TorchFSDPModule):
         for group in self._fsdp_c_groups:
             group.comms.check_own_memory("set_symm_mem")
 
-    def _only_group(self, method: str) -> Group:
-        if len(self._fsdp_c_groups) > 1:  # torch's first words
+    def _set_comm(self, method: str, **changes: Any) -> None:
+        num_meshes = sum(not group.apart for group in self._fsdp_c_groups)
+        if num_meshes > 1:  # torch's first words
             raise ValueError(
                 f"{method} is not supported with multiple param groups (from per-param "
                 "mesh via shard_placement_fn): the parameters are on "
-                f"{len(self._fsdp_c_groups)} meshes"
+                f"{num_meshes} meshes"
             )
-        return self._fsdp_c_groups[0]
+        for group in self._fsdp_c_groups:
+            group.set_comm(**changes)
 
     def _root(self, method: str) -> Group:
         """Return the module's group; before the first forward any may be the root."""

@@ -19,7 +19,12 @@ from fsdp_c.plan._errors import PlanError
 from fsdp_c.plan._models import ModelSource
 from fsdp_c.plan._plan import RankPlan, Settings, plan_rank
 from fsdp_c.plan._trace import ForwardTrace, trace_forward
-from fsdp_c.plan._units import PlannedUnit, find_units, without_warnings
+from fsdp_c.plan._units import (
+    PlannedUnit,
+    find_units,
+    with_apart,
+    without_warnings,
+)
 from fsdp_c.plan._wrapping import AUTO, Wrapping, candidates, parse
 
 MAX_RANKS = 1_000_000
@@ -204,9 +209,10 @@ def _units_of(
     arguments["auto_wrap_policy"] = wrapping.policy(model)
     try:
         with without_warnings():
-            return find_units(model, arguments)
+            units = find_units(model, arguments)
     except (TypeError, ValueError, RuntimeError) as error:
         raise PlanError(f"wrapping {wrapping.text!r}: {error}") from error
+    return with_apart(units) if sharding.fully_shard else units
 
 
 def _mesh_of(

@@ -250,6 +250,7 @@ def plan_rank(
             unit.config.sharding_strategy in RESHARDING,
             settings.by_rows,
             settings.by_rows,
+            unit.main is not None,
             _PREFETCHES[unit.config.backward_prefetch],
             unit.config.forward_prefetch,
             offloads[i],
@@ -463,7 +464,12 @@ class _Events:
     def __init__(
         self, units: Sequence[PlannedUnit], trace: ForwardTrace, settings: Settings
     ) -> None:
-        self._units = {unit.name: i for i, unit in enumerate(units)}
+        self._units = {u.name: i for i, u in enumerate(units) if u.main is None}
+        # Units apart run with their main ones.
+        self._mains = [
+            i if unit.main is None else self._units[unit.main]
+            for i, unit in enumerate(units)
+        ]
         self._params = {
             param.name: (i, j)
             for i, unit in enumerate(units)
@@ -505,10 +511,15 @@ class _Events:
             self._add(_native.PLAN_WORK, nbytes=entry.nbytes, storages=(entry.nbytes,))
             self._begin = len(self.events)
         self._add(_native.PLAN_ENTER, unit)
+        for apart in reversed(self._apart_from(unit)):
+            self._add(_native.PLAN_ENTER, apart)
+
+    def _apart_from(self, unit: int) -> list[int]:
+        return [i for i, main in enumerate(self._mains) if main == unit != i]
 
     def _use(self, entry: Any) -> None:
         unit, param = self._params.get(entry.name, (-1, 0))
-        if unit in self._inside:  # not ignored; its unit runs
+        if unit >= 0 and self._mains[unit] in self._inside:  # not ignored; it runs
             self._add(_native.PLAN_USE, unit, param)
             if self._trains[unit][param]:
                 self.trained_units.add(unit)
@@ -538,6 +549,8 @@ class _Events:
             enter = (_native.PLAN_ENTER, unit, 0, nbytes, 0.0, 0.0, 0)
             self.events[self._begin] = enter
         self._inside.pop()
+        for apart in self._apart_from(unit):
+            self._add(_native.PLAN_LEAVE, apart)
         self._add(_native.PLAN_LEAVE, unit, nbytes=nbytes, backward=seconds)
 
     def _add(

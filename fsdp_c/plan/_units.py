@@ -1,15 +1,16 @@
 """Wraps a model on meta as training would, and returns its units without tensors."""
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp.api import ShardingStrategy
 
+from fsdp_c._units.apart import choose_apart
 from fsdp_c._units.base import ShardedModule, ShardedUnit
 from fsdp_c._units.config import DEFAULTS, Config, make_config
 from fsdp_c._units.groups import HYBRID
@@ -62,6 +63,7 @@ class PlannedUnit:
     kind: str  # the module's class
     config: Config
     params: tuple[ParamInfo, ...]  # each once, in the order of flattening
+    main: str | None = None  # the name of the unit that it is apart from
 
     @property
     def numel(self) -> int:
@@ -134,6 +136,26 @@ def find_units(model: nn.Module, arguments: Mapping[str, Any]) -> list[PlannedUn
             kind = type(module.wrapped).__name__
             units.append(PlannedUnit(name, kind, module._sharded.config, params))
     return units
+
+
+def with_apart(units: Sequence[PlannedUnit]) -> list[PlannedUnit]:
+    """Return the units that fully_shard() makes: some parameters are units apart."""
+    found = []
+    for unit in units:
+        inside = f"{unit.name}." if unit.name else ""
+        has_inside = any(
+            other is not unit and other.name.startswith(inside) for other in units
+        )
+        numels = [p.numel if p.requires_grad else 0 for p in unit.params]
+        chosen = choose_apart(numels) if has_inside else []
+        rest = [p for i, p in enumerate(unit.params) if i not in chosen]
+        found.append(replace(unit, params=tuple(rest)))
+        for index in chosen:
+            param = unit.params[index]
+            found.append(
+                replace(unit, name=param.name, params=(param,), main=unit.name)
+            )
+    return found
 
 
 def groups_of(

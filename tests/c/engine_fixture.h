@@ -91,6 +91,7 @@ typedef struct model_unit {
   int64_t part_rank;
   int64_t part_nbytes[MODEL_MAX_SEGMENTS];
   bool offloads;
+  bool is_apart;
 } model_unit;
 
 typedef struct model {
@@ -138,8 +139,8 @@ void model_plan_simple(model *self, const char *name, int64_t shard_numel);
 void model_plan_mixed(model *self, const char *name);
 
 /* Plans units, parents first, and starts. Of each: its name, then the elements
- * of one fp32 parameter on each rank and "frozen" if it is, or "mixed" for the
- * segments above: "root 4; a 12 frozen; b mixed". */
+ * of one fp32 parameter on each rank and "frozen" or "apart" if it is, or
+ * "mixed" for the segments above: "root 4; a 12 frozen; b mixed". */
 void model_open(const model_options *options, const char *units);
 
 /* Makes the engine and the planned units. */
@@ -196,6 +197,7 @@ void model_step(model *self);
  *   grads a         model_give_grads()
  *   inputs a        model_give_inputs()
  *   expect a 2      that many gradients will come
+ *   await a 2       likewise, and then the gradients of its inputs
  *   grad a 1        hands over that of parameter 1; "unexpected a 1" one that
  *                   was not announced
  *   pending a 1     so many are still expected

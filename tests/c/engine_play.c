@@ -80,6 +80,8 @@ static fsdp_status call_unit(const char *word, int64_t i, int64_t number,
   if (is(word, "drop")) return fsdp_unit_dismiss(unit, false, error);
   if (is(word, "expect")) {
     fsdp_unit_expect_grads(unit, number, 0);
+  } else if (is(word, "await")) {
+    fsdp_unit_expect_grads(unit, number, 1);
   } else if (is(word, "abandon")) {
     fsdp_unit_abandon_forward(unit, false);
   } else if (is(word, "destroy")) {
@@ -150,6 +152,7 @@ void model_open(const model_options *options, const char *units) {
           0, strtoll(size, NULL, 10) * m.options.world_size, RECORDER_F32,
           !is(kind, "frozen")};
       model_plan(&m, name, &spec, 1);
+      m.units[m.num_units - 1].is_apart = is(kind, "apart");
     }
     at += strcspn(at, ";");
     at += strspn(at, "; ");

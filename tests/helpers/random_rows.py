@@ -134,6 +134,8 @@ class RowProgram:
     ignores: bool
     optimizer: str
     input_requires_grad: bool
+    sets_apart: bool
+    """Whether parameters of modules with units inside are units apart."""
     steps: tuple[RowStep, ...] = field(default=())
 
     @property
@@ -218,6 +220,7 @@ def draw_row_program(seed: int) -> RowProgram:
         and rng.random() < 0.1,
         optimizer=optimizer,
         input_requires_grad=rng.random() < 0.4,
+        sets_apart=seed % 2 == 1,
         steps=tuple(_draw_step(rng, mesh, toggles) for _ in range(rng.randint(2, 4))),
     )
 

@@ -1,5 +1,6 @@
 """Runs a program of helpers.random_rows beside the unsharded model."""
 
+import contextlib
 import random
 from typing import Any
 
@@ -33,7 +34,7 @@ from helpers.random_rows import (
     make_row_optimizer,
 )
 from helpers.reference import Differential, assert_same
-from helpers.rows import whole_of
+from helpers.rows import small_apart, whole_of
 from helpers.tensor_parallel import new_meshes, parallelize_nodes
 
 _POLICIES = {
@@ -66,6 +67,10 @@ class Cutter:
 
     def __call__(self, model: nn.Module) -> Any:
         """Shard some parts from the leaves up, then the model."""
+        with small_apart() if self.program.sets_apart else contextlib.nullcontext():
+            return self._shard(model)
+
+    def _shard(self, model: nn.Module) -> Any:
         program, rng = self.program, random.Random(self.program.seed)
         if self.tp is not None:
             parallelize_nodes(model, self.tp)
@@ -151,9 +156,10 @@ class RowRun(Differential):
         names = {id(param): name for name, param in self.model.named_parameters()}
         rng = random.Random(self.program.seed + 2)
         for group in groups_in(self.model):
-            factor = rng.choice([1.0, 2.0, 3.0, 0.5])
-            module: Any = group.modules[0]
-            module.set_gradient_divide_factor(factor)
+            if not group.apart:  # from the group before it, whose factor it has
+                factor = rng.choice([1.0, 2.0, 3.0, 0.5])
+                module: Any = group.modules[0]
+                module.set_gradient_divide_factor(factor)
             for param in group.params.sharded:
                 self.ratios[names[id(param)]] = self.world_size / factor
 

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdp_c import FSDPModule, fully_shard
+from fsdp_c._units import apart
 from helpers.models import CASES, Inputs, vectors
 from helpers.reference import (
     Differential,
@@ -31,6 +32,16 @@ def shard_units(
         if isinstance(module, tuple(classes)) and module is not model:
             fully_shard(module, **options)
     return fully_shard(model, **options)
+
+
+@contextlib.contextmanager
+def small_apart() -> Iterator[None]:
+    """Make units apart of small parameters, too."""
+    usual, apart.MIN_NUMEL = apart.MIN_NUMEL, 1
+    try:
+        yield
+    finally:
+        apart.MIN_NUMEL = usual
 
 
 def as_double(inputs: Inputs) -> Inputs:

@@ -239,6 +239,7 @@ static fsdp_status make_unit(plan_run *run, int64_t index, fsdp_error *error) {
                        plan->reshards || plan->reshards_after_backward,
                    .unshards_in_backward = true},
       .finds_unused = plan->finds_unused,
+      .is_apart = plan->is_apart,
       .backward_prefetch = plan->backward_prefetch,
       .forward_prefetch = plan->forward_prefetch,
       .prescale = 1,

@@ -62,6 +62,7 @@ typedef struct fsdp_step_unit {
   /* After a backward that does not reduce, even if `reshards` is false. */
   bool reshards_after_backward;
   bool finds_unused; /* see fsdp_unit_options */
+  bool is_apart;     /* likewise */
   fsdp_prefetch backward_prefetch;
   bool forward_prefetch;
   bool offloads;

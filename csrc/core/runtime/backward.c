@@ -66,7 +66,7 @@ static fsdp_status prefetch_backward(fsdp_engine *engine, fsdp_error *error) {
  * activations are largest. */
 static bool prefetches_late(const fsdp_unit *unit) {
   const fsdp_engine *engine = unit->engine;
-  const bool is_ahead = unit == engine->root && !engine->has_entered;
+  const bool is_ahead = unit->main == engine->root && !engine->has_entered;
   return fsdp_engine_priv_is_host(engine) && !is_ahead;
 }
 
@@ -104,7 +104,7 @@ fsdp_status fsdp_unit_pre_backward(fsdp_unit *unit, fsdp_error *error) {
   FSDP_TRY(fsdp_unit_priv_check(unit, &local));
   const bool is_first = !unit->step.entered_backward;
   FSDP_TRY(enter_backward(unit, &local));
-  if (unit != engine->root) engine->has_entered = true;
+  if (unit->main != engine->root) engine->has_entered = true;
   if (!is_first && unit->state == FSDP_UNIT_UNSHARDED) return FSDP_OK;
   /* Nothing uses its parameters any more. A rank that uses other ones has not
    * resharded it yet, and would not gather it with this one. */
@@ -171,10 +171,12 @@ done:
 
 /* Backward has left the unit, on all ranks at this place. */
 static fsdp_status complete_grads(fsdp_unit *unit, fsdp_error *error) {
-  const bool reduces = is_to_reduce(unit);
+  const bool owes_zeros = fsdp_unit_priv_owes_zeros(unit);
+  const bool reduces = is_to_reduce(unit) || owes_zeros;
   fsdp_status status = FSDP_OK;
 
   FSDP_TRY(settle_grads(unit, error));
+  if (owes_zeros) FSDP_TRY(fsdp_unit_priv_fill_grads(unit, error));
   if (reduces) FSDP_TRY(fsdp_unit_priv_submit_reduce(unit, error));
 done:
   return status;
@@ -185,7 +187,10 @@ static fsdp_status go_on(fsdp_unit *unit, fsdp_error *error) {
   const fsdp_prefetch prefetch = unit->options.backward_prefetch;
   fsdp_status status = FSDP_OK;
   if (unit->step.expected_grads > 0) return FSDP_OK;
-  if (has_settled(unit)) return settle_grads(unit, error);
+  if (has_settled(unit)) {
+    return unit->options.is_apart ? reshard_after_backward(unit, error)
+                                  : settle_grads(unit, error);
+  }
   const bool is_late = prefetch == FSDP_PREFETCH_PRE && prefetches_late(unit);
   FSDP_TRY(complete_grads(unit, error));
   if (fsdp_unit_priv_has_prefetches(unit, FSDP_PASS_BACKWARD)) return FSDP_OK;
@@ -258,6 +263,13 @@ done:
   return status;
 }
 
+/* Whether it takes part without a gradient, at the user's request. */
+static bool fills_unused(const fsdp_unit *unit) {
+  return unit->settings.fills_unused && unit->step.ran_forward &&
+         unit->grad_nbytes > 0 && unit->settings.sync == FSDP_SYNC_REDUCE &&
+         !unit->step.was_reduced;
+}
+
 /* Completes the units whose expected gradients did not all come: parameters
  * outside this graph, or gradients kept by an earlier no_sync. Last units of
  * the module tree first, as backward goes. */
@@ -270,12 +282,9 @@ static fsdp_status complete_leftovers(fsdp_engine *engine, fsdp_error *error) {
     }
     const bool is_partial =
         fsdp_unit_priv_has_grads(unit, FSDP_GRADS_PARTIAL) &&
-        unit->settings.sync == FSDP_SYNC_REDUCE &&
-        unit->state != FSDP_UNIT_REDUCING;
-    const bool is_filled = unit->settings.fills_unused &&
-                           unit->step.ran_forward && unit->grad_nbytes > 0 &&
-                           unit->settings.sync == FSDP_SYNC_REDUCE &&
-                           unit->state != FSDP_UNIT_REDUCING;
+        unit->settings.sync == FSDP_SYNC_REDUCE && !unit->step.was_reduced;
+    const bool is_filled =
+        fills_unused(unit) || fsdp_unit_priv_owes_zeros(unit);
     if (unit->step.is_reduce_ready) continue;
     if (!fsdp_unit_priv_has_unreduced(unit) && !is_partial && !is_filled) {
       continue;

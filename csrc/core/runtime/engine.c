@@ -72,7 +72,12 @@ static void detach_unit(fsdp_unit *unit) {
   }
   engine->num_units--;
   if (engine->root == unit) engine->root = NULL;
+  for (size_t i = 0; i < engine->num_units; i++) {
+    fsdp_unit *other = engine->units[i];
+    if (other->main == unit) other->main = other;
+  }
   unit->engine = NULL;
+  unit->main = NULL;
   unit->param_client = -1;
   unit->grad_client = -1;
   unit->full_client = -1;
@@ -395,6 +400,9 @@ fsdp_status fsdp_engine_add_unit(fsdp_engine *engine, fsdp_unit *unit,
   unit->engine = engine;
   unit->settings.sync = engine->sync;
   unit->index = (int64_t)engine->num_units;
+  unit->main = unit->options.is_apart && unit->index > 0
+                   ? engine->units[unit->index - 1]->main
+                   : unit;
   engine->units[engine->num_units++] = unit;
   engine->offloads = engine->offloads || unit->options.offloads;
 done:

@@ -142,6 +142,8 @@ typedef struct fsdp_unit_options {
                         then; but see fsdp_engine_show_kept() */
   bool finds_unused; /* parameters that no rank used have no gradient: Note
                         [Unused parameters] in runtime/unused.c */
+  bool is_apart;     /* of the module of the unit added before it: Note [Units
+                        apart] in runtime/apart.c. It finds unused parameters */
   bool shows_kept_after_backward; /* those that a backward without reduction
                                      keeps stay shown, too: the user has other
                                      objects for the shards */

@@ -11,7 +11,7 @@
  *   reduce_parts.c
  *   unshard.c  pack.c  scratch.c
  *   unused.c
- *   gradients.c  check_order.c  launch.c
+ *   gradients.c  check_order.c  launch.c  apart.c
  *   in_place.c
  *   memory.c  failure.c  note.c
  */
@@ -399,6 +399,11 @@ static inline bool fsdp_unit_priv_is_trained(const fsdp_unit *unit) {
   }
   return false;
 }
+
+/* apart.c: Note [Units apart] */
+/* Whether the unit must be reduced, without a gradient, because another one of
+ * its module is. */
+bool fsdp_unit_priv_owes_zeros(const fsdp_unit *unit);
 
 /* pack.c */
 /* Takes a block for unsharded gradients, all unfilled, unless one is held. */

@@ -54,7 +54,7 @@ static fsdp_status reserve_next(const fsdp_unit *unit, fsdp_error *error) {
   const fsdp_engine *engine = unit->engine;
   if (fsdp_engine_priv_is_host(engine)) return FSDP_OK;
   if (!fsdp_order_is_known(engine->order)) {
-    if (unit == engine->root) return FSDP_OK;
+    if (unit->main == engine->root) return FSDP_OK;
     return fsdp_unit_priv_reserve(unit, error);
   }
   for (int64_t distance = 1;; distance++) {
@@ -155,7 +155,7 @@ fsdp_status fsdp_unit_post_forward(fsdp_unit *unit, bool in_backward,
   FSDP_TRY(fsdp_unit_priv_check(unit, error));
   FSDP_TRY(fsdp_order_post_forward(engine->order, unit->index, error));
   fsdp_unit_priv_unpin(unit);
-  const bool is_root = unit == engine->root;
+  const bool is_root = unit->main == engine->root;
   unit->step.is_awaited |= expects_backward;
   /* The outermost one also for the graph of an earlier forward, which may reach
    * its parameters first: see fsdp_engine_show_root(). */

@@ -67,7 +67,7 @@ static bool keeps_parts(const fsdp_unit *unit) {
 /* Whether it gives back what it unshards before forward or backward ends. */
 static bool reshards_in_time(const fsdp_unit *unit) {
   const bool is_kept_as_root =
-      unit == unit->engine->root && !unit->options.reshards_as_root;
+      unit->main == unit->engine->root && !unit->options.reshards_as_root;
   return unit->settings.reshard_after_forward && !is_kept_as_root &&
          !keeps_parts(unit) &&
          (unit->settings.sync != FSDP_SYNC_NONE ||

@@ -84,6 +84,7 @@ typedef struct fsdp_unit_step {
   int64_t expected_grads;  /* until the unit is resharded */
   int64_t expected_inputs; /* and then until it is reduced */
   bool is_reduce_ready; /* reduce.c: gradient complete, reduction not issued */
+  bool was_reduced;     /* reduce.c */
   bool reduces_parts;   /* backward.c: Note [Gradients in parts] */
   bool was_marked;      /* unused.c: in this backward, see was_used */
   bool shows_shapes;    /* unshard.c: not unshards_in_backward */
@@ -97,6 +98,8 @@ struct fsdp_unit {
   char *name;
   fsdp_engine *engine; /* engine.c: borrowed; NULL: in no engine */
   int64_t index;       /* engine.c: in engine->units */
+  fsdp_unit *main;     /* engine.c: itself, or the one that it is apart from;
+                          NULL: in no engine */
 
   int64_t num_segments;
   fsdp_unit_segment *segments; /* num_segments, then that of the marks */

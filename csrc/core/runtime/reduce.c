@@ -64,6 +64,7 @@ static fsdp_status issue_reduce(fsdp_unit *unit, fsdp_error *error) {
     FSDP_TRY(fsdp_unit_priv_end_reduce(unit, &local));
   }
   FSDP_TRY(fsdp_unit_priv_advance(unit, FSDP_EVENT_REDUCE, &local));
+  unit->step.was_reduced = true;
   engine->issued_reduces[engine->num_issued_reduces++] = unit;
   engine->num_reduces++;
   fsdp_engine_priv_end(engine, unit, span, 0, 0);
