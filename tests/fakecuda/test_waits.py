@@ -12,6 +12,7 @@ from torch import nn
 
 from fakecuda.device import needs_cuda, set_schedule
 from helpers.distributed import distributed
+from helpers.groups import hybrid_groups
 from helpers.impl import FSDP, CPUOffload, fsdp
 
 pytestmark = needs_cuda
@@ -142,3 +143,38 @@ def test_shards_in_host_memory_are_written_after_their_upload() -> None:
                     pass
             seen = set(out.detach().flatten().tolist())
             assert seen == {DIM * value * value}, f"seed {seed}, {way}, step {step}"
+
+
+@distributed(world_size=4, device="cuda")
+def test_replicas_are_reduced_after_shards(rank: int, world_size: int) -> None:
+    # reduce_unit.c, reduce_over_replicas.
+    rows = 4
+    initial = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(3)))
+    batches = [torch.randn(world_size * rows, DIM) for _ in range(3)]
+    reference = copy.deepcopy(initial)
+    optimizer = torch.optim.SGD(reference.parameters(), lr=1.0)
+    for batch in batches:
+        optimizer.zero_grad()
+        reference(batch).square().mean().backward()
+        optimizer.step()
+    with hybrid_groups(2, 2) as groups:
+        for seed in range(NUM_SEEDS):
+            set_schedule(seed, 1.0)
+            model = fsdp(
+                copy.deepcopy(initial),
+                units=[nn.Linear],
+                process_group=groups,
+                strategy="HYBRID_SHARD",
+                use_orig_params=True,
+            )
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            for batch in batches:  # the host waits for nothing
+                optimizer.zero_grad()
+                model(batch[rank * rows :][:rows]).square().mean().backward()
+                optimizer.step()
+            with FSDP.summon_full_params(model):
+                for mine, theirs in zip(
+                    model.parameters(), reference.parameters(), strict=True
+                ):
+                    torch.testing.assert_close(mine, theirs, msg=f"seed {seed}")
+            del model, optimizer
