@@ -125,6 +125,11 @@ def keep_busy() -> None:
         x = x + 1
 
 
+def use_freed_memory() -> None:
+    """Write into what the current stream may have again."""
+    _ = [torch.full((DIM, DIM), 7.0) for _ in range(16)]
+
+
 # Streams of autograd's nodes --------------------------------------------------
 
 
@@ -237,12 +242,17 @@ def test_steps_on_changing_streams(rank: int) -> None:
 
 @contextlib.contextmanager
 def another_stream() -> Iterator[None]:
-    """Run the body on a stream on which the work is late; the current one waits."""
+    """Run the body on a stream on which the work is late; the current one waits.
+
+    It does so after it has used what the body let go of its memory.
+    """
     stream, current = torch.cuda.Stream(), torch.accelerator.current_stream()
     stream.wait_stream(current)
     with stream:
-        keep_busy()
+        for _ in range(5):
+            keep_busy()
         yield
+    use_freed_memory()
     current.wait_stream(stream)
 
 
