@@ -204,6 +204,32 @@ def test_a_forward_beside_one_of_another_stream(rank: int) -> None:
 
 
 @distributed(world_size=WORLD_SIZE, device="cuda")
+def test_blocks_of_a_stream_that_is_left(rank: int) -> None:
+    """A step in no_sync() keeps them for one on another stream, which is late."""
+    for seed in range(NUM_SEEDS):
+        set_schedule(seed, 1.0)
+        reference = linears()
+        model = wrap(copy.deepcopy(reference), "original", "SHARD_GRAD_OP")
+        streams = [torch.cuda.Stream() for _ in range(2)]
+        current = torch.accelerator.current_stream()
+        for step in range(NUM_STEPS):
+            mine, whole = batch(rank)
+            for stream in streams:
+                stream.wait_stream(current)
+            with streams[0], model.no_sync():
+                model(mine).square().mean().backward()
+            with streams[1]:
+                for _ in range(5):
+                    keep_busy()
+                model(mine).square().mean().backward()
+            with streams[0]:
+                use_freed_memory()
+            for stream in streams:
+                current.wait_stream(stream)
+            check_grads(model, reference, [whole] * 2, f"seed {seed}, step {step}")
+
+
+@distributed(world_size=WORLD_SIZE, device="cuda")
 def test_outputs_of_a_unit_on_two_streams(rank: int) -> None:
     for seed in range(NUM_SEEDS):
         set_schedule(seed, 1.0)
