@@ -1,6 +1,7 @@
 """A captured step is a step: the same training, and the same model after it."""
 
 import copy
+import time
 from typing import Any
 
 import pytest
@@ -108,6 +109,24 @@ VARIANTS: dict[str, dict[str, Any]] = {
         )
     },
 }
+
+
+@distributed(world_size=2, device="cuda")
+def test_another_capture_after_a_step() -> None:
+    """A user's own, in torch's usual mode, where other threads may ask nothing.
+
+    The watchdog asks for the step's collectives meanwhile.
+    """
+    model = shard("orig_params", network())
+    ((x, _),) = batches(1)
+    y = torch.ones(DIM)
+    model(x).sum().backward()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        z = y * 2
+        time.sleep(0.5)  # more than twice the watchdog's period
+    graph.replay()
+    assert z.tolist() == [2.0] * DIM
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
