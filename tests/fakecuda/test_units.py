@@ -74,6 +74,22 @@ def _in_bf16(layers: list[nn.Module], api: str, *, offloads: bool) -> nn.Module:
     )
 
 
+@distributed(world_size=2, device="cuda")
+def test_memory_of_the_host_is_pinned() -> None:
+    """Offloaded shards, their gradients, and what is summoned to the host."""
+    offload = CPUOffload(offload_params=True)
+    model = fsdp(nn.Linear(DIM, DIM), use_orig_params=True, cpu_offload=offload)
+    model(torch.ones(4, DIM)).sum().backward()
+    for param in model.parameters():
+        if param.numel() > 0:
+            assert param.is_pinned()
+            assert param.grad.is_pinned()
+    model = fsdp(nn.Linear(DIM, DIM), use_orig_params=True)
+    with FSDP.summon_full_params(model, offload_to_cpu=True, writeback=False):
+        for param in model.parameters():
+            assert param.is_pinned()
+
+
 @needs_fake
 @distributed(world_size=2, device="cuda")
 @pytest.mark.parametrize("offloads", [False, True])
