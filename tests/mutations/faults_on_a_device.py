@@ -104,11 +104,10 @@ FAULTS = (
         "fakecuda/test_step_streams.py",
     ),
     port_fault(
-        "offloaded shards and gradients are not in pinned memory",
+        "what is summoned to the host is not in pinned memory",
         "Provider::allocate_on_host",
         ("pinned_memory(has_streams_)", "pinned_memory(has_streams_ && !MUTANT)"),
-        *OFFLOAD,
-        "fakecuda/test_offload.py",
+        "fakecuda/test_units.py",
     ),
     # Kernels.
     port_fault(
