@@ -47,9 +47,10 @@ def fully_shard(
 
     Call it bottom-up: the parameters that no call on a submodule took become one unit,
     which is gathered and reduced together; of a module with other calls inside, large
-    ones become units of their own, which run with it. They become DTensors, of which each rank
-    has what ``torch.chunk`` gives it; in forward the modules see plain tensors.
-    Optimizers, ``clip_grad_norm_`` and state dicts are torch's own, on the DTensors.
+    ones become units of their own, which run with it. They become DTensors, of which
+    each rank has what ``torch.chunk`` gives it; in forward the modules see plain
+    tensors. Optimizers, ``clip_grad_norm_`` and state dicts are torch's own, on the
+    DTensors.
 
     Args:
         module: The module, or modules that are one group.
