@@ -172,10 +172,11 @@ fsdp_status fsdp_shm_priv_read_ranges(fsdp_shm *shm, int64_t peer,
     return FSDP_OK;
   }
   if (code != 0) {
-    return FSDP_FAIL(error, FSDP_BACKEND,
-                     "rank %" PRId64 " cannot read the memory of rank %" PRId64
-                     " (process %" PRId64 "): %s; set FSDP_C_TRANSPORT=rings",
-                     shm->rank, peer, other->process.pid, strerror(code));
+    return FSDP_FAIL_WITH(FSDP_REMEDY_NO_READING, error, FSDP_BACKEND,
+                          "rank %" PRId64
+                          " cannot read the memory of rank %" PRId64
+                          " (process %" PRId64 "): %s",
+                          shm->rank, peer, other->process.pid, strerror(code));
   }
   *read = true;
   return FSDP_OK;

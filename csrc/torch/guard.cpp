@@ -26,7 +26,8 @@ thread_local SavedException saved;
 fsdp_status save(fsdp_error *error, fsdp_status status, const char *file,
                  int line, const char *message) noexcept {
   fsdp_error local = {};
-  status = fsdp_error_set(&local, status, file, line, "%s", message);
+  status = fsdp_error_set(&local, status, FSDP_REMEDY_NONE, file, line, "%s",
+                          message);
   saved.exception = std::current_exception();
   saved.message = local.message;
   if (error != nullptr) *error = local;
@@ -70,13 +71,13 @@ void throw_error(const fsdp_error &error) {
   const std::exception_ptr exception = take_saved(error);
   // A bad argument is a ValueError in Python, whatever it was in C++.
   if (error.status == FSDP_INVALID_ARGUMENT) {
-    C10_THROW_ERROR(ValueError, error.message);
+    C10_THROW_ERROR(ValueError, text_of(error));
   }
   if (exception) std::rethrow_exception(exception);
   if (error.status == FSDP_OUT_OF_MEMORY) {
-    C10_THROW_ERROR(OutOfMemoryError, error.message);
+    C10_THROW_ERROR(OutOfMemoryError, text_of(error));
   }
-  throw std::runtime_error(error.message);
+  throw std::runtime_error(text_of(error));
 }
 
 }  // namespace fsdp_torch

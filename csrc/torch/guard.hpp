@@ -3,6 +3,7 @@
 // again, of its original type where there was one.
 #pragma once
 
+#include <string>
 #include <utility>
 
 #include "base/status.h"
@@ -13,6 +14,9 @@ namespace fsdp_torch {
 // exception for this thread. Call it in a catch block.
 fsdp_status status_from_exception(fsdp_error *error, const char *file,
                                   int line) noexcept;
+
+// The message with its remedy in the user's terms; see remedies.cpp.
+std::string text_of(const fsdp_error &error);
 
 // Throws the saved exception if it caused `error`, else one by its code.
 [[noreturn]] void throw_error(const fsdp_error &error);

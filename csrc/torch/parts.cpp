@@ -9,6 +9,7 @@
 
 #include "shm/shm_transport.h"
 #include "torch/bridge.h"
+#include "torch/guard.hpp"
 #include "torch/port/cuda_kernels.hpp"
 #include "torch/port/nccl_group.hpp"
 
@@ -40,7 +41,7 @@ std::string why_no_shm() {
   fsdp_error error = {};
   if (fsdp_shm_create(&store, &options, 0, 1, &transport, &verdict, &error) !=
       FSDP_OK) {
-    return error.message;
+    return text_of(error);
   }
   if (transport == nullptr) return verdict.reason;
   transport->ops->destroy(transport);

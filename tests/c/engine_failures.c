@@ -35,7 +35,7 @@ void failures_check(fsdp_status status) {
   const bool in_backward = fsdp_engine_in_backward(m.engine);
   CHECK(!fsdp_engine_in_forward(m.engine));
   for (int64_t i = 0; i < m.num_units; i++) {
-    fsdp_error again = {FSDP_OK, 0, NULL, ""};
+    fsdp_error again = {0};
     const fsdp_unit_state state = model_state(&m, i);
     /* Never between. In a backward that raised this holds for the unit whose
      * call failed, or, if the engine's own did, for all; the others wait for
@@ -54,6 +54,7 @@ void failures_check(fsdp_status status) {
     /* It keeps the first error, and says so at every call. */
     CHECK_I64(fsdp_unit_pre_forward(m.units[i].unit, false, &again), status);
     CHECK(strstr(again.message, "failed earlier (injected at ") != NULL);
+    CHECK_I64(again.remedy, FSDP_REMEDY_RESET);
     CHECK_I64(fsdp_unit_pre_backward(m.units[i].unit, NULL), status);
     CHECK_I64(fsdp_unit_summon(m.units[i].unit, NULL, NULL),
               in_backward ? FSDP_INVALID_STATE : status);
@@ -91,7 +92,7 @@ void failures_every_call(const model_options *options, failures_prepare prepare,
                          failures_work work, int num_before) {
   for (int64_t i = 0;; i++) {
     const int64_t num_failures = check_num_failures;
-    fsdp_error error = {FSDP_OK, 0, NULL, ""};
+    fsdp_error error = {0};
     failures_plan(options);
     model_start(&m);
     if (prepare != NULL) prepare();
@@ -135,7 +136,7 @@ void failures_every_call_of_steps(const model_options *options,
 void failures_every_allocation(const model_options *options,
                                failures_prepare prepare, failures_work work) {
   for (int64_t i = 0;; i++) {
-    fsdp_error error = {FSDP_OK, 0, NULL, ""};
+    fsdp_error error = {0};
     const int64_t num_failures = check_num_failures;
     failures_plan(options);
     fsdp_alloc_fail_at(i);

@@ -493,7 +493,7 @@ done:
 }
 
 void model_step(model *self) {
-  fsdp_error error = {FSDP_OK, 0, NULL, ""};
+  fsdp_error error = {0};
   CHECK_OK(model_forward(self, true, &error));
   CHECK_OK(model_backward(self, &error));
   CHECK_TEXT(error.message, "");

@@ -167,7 +167,7 @@ void model_play(const char *script, const char *file, int line) {
     char word[32] = "";
     char name[224] = "";
     char expected[32] = "";
-    fsdp_error error = {FSDP_OK, 0, NULL, ""};
+    fsdp_error error = {0};
     (void)sscanf(at, "%31[^; ] %223[^; ] %31[^;]", word, name, expected);
     check_that(call(word, name, expected, &error) == FSDP_OK, word, file, line);
     if (is(word, "finish")) CHECK(!fsdp_engine_in_backward(m.engine));

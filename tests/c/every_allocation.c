@@ -7,7 +7,7 @@
 int64_t every_allocation(every_allocation_work work, void *context) {
   const int64_t live = fsdp_alloc_live();
   for (int64_t i = 0;; i++) {
-    fsdp_error error = {FSDP_OK, 0, NULL, ""};
+    fsdp_error error = {0};
     fsdp_alloc_fail_at(i);
     const fsdp_status status = work(context, &error);
     fsdp_alloc_fail_at(-1);

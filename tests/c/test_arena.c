@@ -255,7 +255,7 @@ static void live_with_failures(bool is_host) {
     device = recorder_create();
     recorder_set_host(device, is_host);
     arena = NULL;
-    fsdp_error error = {FSDP_OK, 0, NULL, ""};
+    fsdp_error error = {0};
     recorder_fail_at(device, i);
     const fsdp_status status = live(&error);
     recorder_fail_at(device, -1);
@@ -293,7 +293,7 @@ TEST(test_every_allocation_can_fail) {
   for (int64_t i = 0;; i++) {
     device = recorder_create();
     arena = NULL;
-    fsdp_error error = {FSDP_OK, 0, NULL, ""};
+    fsdp_error error = {0};
     fsdp_alloc_fail_at(i);
     const fsdp_status status = live(&error);
     fsdp_alloc_fail_at(-1);

@@ -79,14 +79,17 @@ TEST(test_replays_find_units_at_rest) {
   PLAY("check_sharded; check_idle; step; zero_grad");
   CHECK_OK(fsdp_unit_unshard(m.units[1].unit, NULL));
   CHECK_FAILS(fsdp_engine_begin_replay(m.engine, &error), FSDP_INVALID_STATE,
-              error.message, "..unshard() was called on it; call reshard()");
+              error.message, "..it was unsharded on demand");
+  CHECK_I64(error.remedy, FSDP_REMEDY_RESHARD);
   CHECK_OK(fsdp_unit_reshard(m.units[1].unit, NULL));
   PLAY("summon root");
   CHECK_FAILS(fsdp_engine_begin_replay(m.engine, &error), FSDP_INVALID_STATE,
-              error.message, "..leave summon_full_params first");
+              error.message, "..its parameters are summoned");
+  CHECK_I64(error.remedy, FSDP_REMEDY_DISMISS);
   PLAY("drop root; sync none; step");
   CHECK_FAILS(fsdp_engine_begin_replay(m.engine, &error), FSDP_INVALID_STATE,
               error.message, "..gradients that are not reduced");
+  CHECK_I64(error.remedy, FSDP_REMEDY_REDUCE);
   PLAY("sync reduce; zero_grad; enter root");
   CHECK_FAILS(fsdp_engine_begin_replay(m.engine, &error), FSDP_INVALID_STATE,
               error.message, "..not inside a forward");
@@ -96,18 +99,19 @@ TEST(test_replays_find_units_at_rest) {
   PLAY("end");
 }
 
-static void check_refused(const char *why) {
+static void check_refused(const char *why, fsdp_remedy remedy) {
   fsdp_error error = {0};
   PLAY("clear");
   CHECK_FAILS(fsdp_engine_begin_capture(m.engine, &error), FSDP_INVALID_STATE,
               error.message, why);
+  CHECK_I64(error.remedy, remedy);
   CHECK_TAPE(""); /* nothing was changed */
 }
 
 TEST(test_refusals) {
   model_options options = {.offloads = true};
   model_start_tree(&m, &options, 2);
-  check_refused("..shards are in host memory; wrap it without CPU offload");
+  check_refused("..its shards are in host memory", FSDP_REMEDY_NO_OFFLOAD);
   PLAY("end");
   model_start_tree(&m, NULL, 2);
   fsdp_transport *transport = m.shard_group.transport;
@@ -115,16 +119,17 @@ TEST(test_refusals) {
   fsdp_transport other = {&ops};
   ops.can_capture = false;
   fsdp_unit_set_transports(m.units[1].unit, &other, NULL, NULL);
-  check_refused("..do not go through NCCL from C; python -m fsdp_c doctor");
+  check_refused("..do not go through NCCL from C", FSDP_REMEDY_TRANSPORT);
   fsdp_unit_set_transports(m.units[1].unit, transport, NULL, NULL);
   PLAY("sync none");
-  check_refused("..it is in no_sync; leave no_sync first");
+  check_refused("..it accumulates gradients", FSDP_REMEDY_SYNC);
   PLAY("sync reduce");
   fsdp_engine_set_order_check(m.engine, true);
-  check_refused("..unset TORCH_DISTRIBUTED_DEBUG");
+  check_refused("..while the ranks compare what they do on the host",
+                FSDP_REMEDY_NO_ORDER_CHECK);
   fsdp_engine_set_order_check(m.engine, false);
   CHECK_OK(fsdp_engine_begin_capture(m.engine, NULL));
-  check_refused("..while another one is");
+  check_refused("..while another one is", FSDP_REMEDY_NONE);
   fsdp_engine_end_capture(m.engine);
   PLAY("step; end");
 }

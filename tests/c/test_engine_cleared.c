@@ -246,7 +246,7 @@ TEST(test_summon_that_fails_to_make_one) {
   const fsdp_summon_options with_grads = {.with_grads = true};
   bool was_refused = false;
   for (int64_t i = 0;; i++) {
-    fsdp_error error = {FSDP_OK, 0, NULL, ""};
+    fsdp_error error = {0};
     model_start_tree(&m, NULL, 0);
     fsdp_unit *unit = m.units[0].unit;
     recorder_set_answer(m.device, other_rank_has_some, NULL);

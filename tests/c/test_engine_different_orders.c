@@ -115,6 +115,7 @@ static void check_refused(const char *wants, const char *kinds,
   want(wants, kinds);
   CHECK_FAILS(model_backward(&m, &error), FSDP_INVALID_STATE, error.message,
               reason);
+  CHECK_I64(error.remedy, FSDP_REMEDY_SYNC_ALIKE);
   PLAY("reset");
   want("", NULL);
 }

@@ -114,7 +114,7 @@ static int64_t num_blocks_besides_the_arena(void) {
 
 static void fail_every_call_of_summon(const model_options *options) {
   for (int64_t i = 0;; i++) {
-    fsdp_error error = {FSDP_OK, 0, NULL, ""};
+    fsdp_error error = {0};
     failures_plan(options);
     model_start(&m);
     /* Kept for a backward, so that it is resharded first. */
@@ -192,7 +192,7 @@ TEST(test_every_call_of_a_move_can_fail) {
 
 TEST(test_every_call_of_making_can_fail) {
   for (int64_t i = 0;; i++) {
-    fsdp_error error = {FSDP_OK, 0, NULL, ""};
+    fsdp_error error = {0};
     failures_plan(NULL);
     recorder_fail_at(m.device, i);
     const fsdp_status status = model_build(&m, &error);

@@ -151,7 +151,7 @@ TEST(test_every_call_can_fail) {
   options.wants_scratch = true;
   options.num_replicas = 2;
   for (int64_t i = 0;; i++) {
-    fsdp_error error = {FSDP_OK, 0, NULL, ""};
+    fsdp_error error = {0};
     start(&options, 2);
     const int64_t before = recorder_num_calls(m.device);
     recorder_fail_at(m.device, i);

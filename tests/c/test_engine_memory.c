@@ -58,7 +58,7 @@ TEST(test_another_order) {
 
 /* Without blocks that leave there is nothing to give, and the error stands. */
 TEST(test_out_of_memory_is_reported) {
-  fsdp_error error = {FSDP_OK, 0, NULL, ""};
+  fsdp_error error = {0};
   model_start_tree(&m, NULL, 1);
   recorder_limit_memory(m.device, 1);
   CHECK_FAILS(fsdp_unit_summon(m.units[0].unit, NULL, &error),
@@ -85,7 +85,7 @@ TEST(test_blocks_in_use_stay) {
     const int64_t first = recorder_num_calls(m.device) - num_calls;
     PLAY("end");
     for (int64_t i = first;; i++) {
-      fsdp_error error = {FSDP_OK, 0, NULL, ""};
+      fsdp_error error = {0};
       model_start_tree(&m, &options, 3);
       fsdp_engine_set_sync(m.engine,
                            is_partial ? FSDP_SYNC_SHARD : FSDP_SYNC_REDUCE);

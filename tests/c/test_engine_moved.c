@@ -120,15 +120,14 @@ TEST(test_gradients_of_destroyed_units_are_kept) {
 
 /* Other ranks reduce nothing for them: not dropped, an error. */
 TEST(test_a_gradient_of_a_frozen_segment) {
-  fsdp_error error = {FSDP_OK, 0, NULL, ""};
+  fsdp_error error = {0};
   model_open(NULL, "root 4; u mixed");
   PLAY("forward; pre_backward u");
   CHECK_I64(model_give_grad(&m, 1, 1, false, &error), FSDP_INVALID_STATE);
   CHECK_TEXT(error.message,
              "unit 'u': parameter 1 got a gradient, but it and all parameters "
-             "of its kind were frozen in the unit's last forward; set "
-             "requires_grad before the forward whose backward needs the "
-             "gradient");
+             "of its kind were frozen in the unit's last forward");
+  CHECK_I64(error.remedy, FSDP_REMEDY_TRAIN_SOONER);
   CHECK_I64(m.grads[0].num_releases, 1);
   PLAY("state u FAILED; reset; check_sharded; zero_grad");
   CHECK_OK(fsdp_unit_set_trainable(m.units[1].unit, 1, true, NULL));

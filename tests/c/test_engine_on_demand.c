@@ -71,8 +71,9 @@ TEST(test_request_is_refused) {
   PLAY("summon a");
   CHECK_FAILS(fsdp_unit_unshard(unit_of(1), &error), FSDP_INVALID_STATE,
               error.message,
-              "unit 'a' cannot be unsharded or resharded inside "
-              "summon_full_params");
+              "unit 'a' cannot be unsharded or resharded while its "
+              "parameters are summoned");
+  CHECK_I64(error.remedy, FSDP_REMEDY_DISMISS);
   PLAY("dismiss a; end");
 }
 

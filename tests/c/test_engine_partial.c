@@ -6,7 +6,7 @@
 #include "engine_failures.h"
 
 static void step(fsdp_sync sync) {
-  fsdp_error error = {FSDP_OK, 0, NULL, ""};
+  fsdp_error error = {0};
   CHECK_OK(failures_step(sync, &error));
   CHECK_TEXT(error.message, "");
 }

@@ -220,7 +220,7 @@ TEST(test_every_call_can_fail_before_the_end) {
     for (int64_t i = 0;; i++) {
       const model_options options = scratch_options(1);
       const int64_t num_failures = check_num_failures;
-      fsdp_error error = {FSDP_OK, 0, NULL, ""};
+      fsdp_error error = {0};
       failures_plan(&options);
       model_start(&m);
       for (int j = 0; j < num_before; j++) step();

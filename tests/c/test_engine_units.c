@@ -111,8 +111,8 @@ TEST(test_units_move_to_another_engine) {
   CHECK_FAILS(fsdp_engine_add_unit(other, m.units[2].unit, &error),
               FSDP_INVALID_STATE, error.message,
               "unit 'b' cannot join another FSDP root now: its own is in the "
-              "middle of a step (forward, backward, no_sync or "
-              "summon_full_params)");
+              "middle of a step");
+  CHECK_I64(error.remedy, FSDP_REMEDY_END_STEP);
   PLAY("leave_eval a");
   for (int64_t i = 1; i < 3; i++) {
     CHECK_OK(fsdp_engine_add_unit(other, m.units[i].unit, NULL));
@@ -300,12 +300,13 @@ TEST(test_summon_at_the_wrong_moment) {
       1, "the parameters of unit 'a' cannot be summoned inside backward");
   /* the root is kept for its backward: a summon reshards it */
   PLAY("reset; forward; summon root; state root SHARDED");
-  check_summon_refused(0,
-                       "the parameters of unit 'root' cannot be summoned "
-                       "twice: summon_full_params is open for it");
+  check_summon_refused(
+      0, "the parameters of unit 'root' cannot be summoned twice");
   CHECK_FAILS(fsdp_unit_pre_backward(m.units[0].unit, &error),
               FSDP_INVALID_STATE, error.message,
-              "backward reached unit 'root' inside summon_full_params");
+              "backward reached unit 'root' while its parameters are "
+              "summoned");
+  CHECK_I64(error.remedy, FSDP_REMEDY_DISMISS);
   PLAY("dismiss root; backward"); /* gathers the root again */
   PLAY("check_grads; end");
 }

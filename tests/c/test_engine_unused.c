@@ -240,7 +240,7 @@ TEST(test_every_call_fails) {
 /* The host would have to ask in each replay. */
 TEST(test_a_capture_is_refused) {
   const model_options options = {.rank = 1};
-  fsdp_error error = {FSDP_OK, 0, NULL, ""};
+  fsdp_error error = {0};
   start_with(&options, false);
   PLAY("step; zero_grad");
   CHECK_OK(fsdp_engine_begin_capture(m.engine, NULL));

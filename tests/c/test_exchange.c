@@ -190,7 +190,7 @@ TEST(test_params_of_a_layout) {
 static void check_refused(fsdp_exchange_spec spec, fsdp_status expected,
                           const char *message) {
   fsdp_exchange *exchange = NULL;
-  fsdp_error error = {FSDP_OK, 0, NULL, ""};
+  fsdp_error error = {0};
   const int64_t live = fsdp_alloc_live();
   CHECK_I64(fsdp_exchange_create(&spec, &exchange, &error), expected);
   CHECK_TEXT(error.message, message);

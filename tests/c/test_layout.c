@@ -81,7 +81,7 @@ TEST(test_table_refuses_uses_that_disagree) {
     const fsdp_param_spec uses[] = {{1, 1, f32, true}, same, others[i]};
     check_table_refused(uses, 3,
                         "parameter uses 1 and 2 share key 9 but disagree in "
-                        "numel, dtype or requires_grad");
+                        "numel, dtype or in whether they train");
   }
 }
 
@@ -202,7 +202,7 @@ TEST(test_layout_detects_overflow) {
                                     {2, cases[i].second, f32, true}};
     fsdp_param_table *table = create_table(uses, cases[i].second > 0 ? 2 : 1);
     fsdp_flat_layout *layout = NULL;
-    fsdp_error error = {FSDP_OK, 0, NULL, ""};
+    fsdp_error error = {0};
     CHECK_I64(fsdp_flat_layout_create(table, cases[i].world_size, aligned(4),
                                       &layout, &error),
               FSDP_OVERFLOW);

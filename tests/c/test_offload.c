@@ -401,7 +401,7 @@ TEST(test_every_allocation_fails_once) {
   int64_t num = 0;
   const int64_t live = fsdp_alloc_live();
   for (;; num++) {
-    fsdp_error error = {FSDP_OK, 0, NULL, ""};
+    fsdp_error error = {0};
     fsdp_alloc_fail_at(num);
     const fsdp_status status = work(NULL, &error);
     fsdp_alloc_fail_at(-1);
@@ -418,7 +418,7 @@ TEST(test_every_allocation_fails_once) {
 TEST(test_every_call_fails_once) {
   device = recorder_create();
   for (int64_t i = 0;; i++) {
-    fsdp_error error = {FSDP_OK, 0, NULL, ""};
+    fsdp_error error = {0};
     recorder_fail_at(device, i);
     fsdp_status status = create(&error);
     if (status == FSDP_OK) {
@@ -427,7 +427,7 @@ TEST(test_every_call_fails_once) {
           "enter",  "save 10",  "leave",  "read 3",   "read 2", "read 1",
           "read 0", "finish",   "read 2", "finish"};
       for (size_t j = 0; j < sizeof words / sizeof *words; j++) {
-        fsdp_error its = {FSDP_OK, 0, NULL, ""};
+        fsdp_error its = {0};
         const fsdp_status each = play(words[j], &its);
         if (each == FSDP_OK) continue;
         CHECK(strstr(its.message, "injected") != NULL);

@@ -381,3 +381,18 @@ def test_a_summon_shows_what_is_frozen(strategy: str) -> None:
             for name, param in model.named_parameters():
                 assert param.requires_grad is is_trainable, name
         assert all(p.requires_grad is is_trainable for p in model.parameters())
+
+
+@distributed(world_size=2)
+def test_unfrozen_while_gradients_are_held() -> None:
+    """The core states the fault, the bridge what the user can do about it."""
+    model = fsdp(_Adapted(), use_orig_params=True)
+    with model.no_sync():
+        model(torch.ones(2, DIM)).sum().backward()
+    model.base.requires_grad_(True)
+    expected = (
+        "parameters of unit '_Adapted' were unfrozen in the middle of a gradient "
+        "accumulation; set requires_grad between optimizer steps"
+    )
+    with pytest.raises(RuntimeError, match=f"^{expected}$"):
+        model(torch.ones(2, DIM))

@@ -435,7 +435,7 @@ def test_refusals() -> None:
     refused(model, "enabled=False")
     fsdp_c.offload_activations(model, enabled=False)
     with model.no_sync():
-        refused(model, "it is in no_sync; leave no_sync first")
+        refused(model, "it accumulates gradients; leave no_sync first")
     model.zero_grad()
     model(torch.randn(2, DIM)).sum().backward()
     with (
@@ -455,7 +455,7 @@ def test_refusals() -> None:
     rows = shard("fully_shard", network())
     rows.unshard()
     with pytest.raises(
-        RuntimeError, match=r"unshard\(\) was called on it; call reshard"
+        RuntimeError, match=r"unsharded on demand; call reshard\(\) first"
     ):
         captured(rows)
     rows.reshard()
@@ -464,7 +464,7 @@ def test_refusals() -> None:
         step(x, y)
     rows.unshard()
     with pytest.raises(
-        RuntimeError, match=r"unshard\(\) was called on it; call reshard"
+        RuntimeError, match=r"unsharded on demand; call reshard\(\) first"
     ):
         step(x, y)
     rows.reshard()

@@ -8,8 +8,8 @@
 #include <string.h>
 
 fsdp_status fsdp_error_set(fsdp_error *error, fsdp_status status,
-                           const char *file, int line, const char *format,
-                           ...) {
+                           fsdp_remedy remedy, const char *file, int line,
+                           const char *format, ...) {
   if (error == NULL) return status;
 
   /* Formatted into a copy: an argument may be the record's own message. */
@@ -24,5 +24,6 @@ fsdp_status fsdp_error_set(fsdp_error *error, fsdp_status status,
   error->line = line;
   error->file = file;
   memcpy(error->message, message, sizeof message);
+  error->remedy = remedy;
   return status;
 }

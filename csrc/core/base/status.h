@@ -8,6 +8,8 @@
 #ifndef FSDP_BASE_STATUS_H
 #define FSDP_BASE_STATUS_H
 
+#include "base/remedy.h"
+
 #if defined(__GNUC__)
 #define FSDP_NODISCARD __attribute__((warn_unused_result))
 #define FSDP_PRINTF(text, first) __attribute__((format(printf, text, first)))
@@ -38,6 +40,7 @@ typedef struct fsdp_error {
   int line;
   const char *file; /* static string */
   char message[FSDP_ERROR_MESSAGE_NBYTES];
+  fsdp_remedy remedy; /* not told in the message */
 } fsdp_error;
 
 /* Makes `error` say that nothing failed. The text is emptied, not cleared: a
@@ -47,6 +50,7 @@ static inline void fsdp_error_clear(fsdp_error *error) {
   error->line = 0;
   error->file = 0;
   error->message[0] = '\0';
+  error->remedy = FSDP_REMEDY_NONE;
 }
 
 /* Declares a record in which nothing has failed. */
@@ -57,13 +61,18 @@ static inline void fsdp_error_clear(fsdp_error *error) {
 /* Fills `error` (may be NULL) and returns `status`. A message that is too long
  * is cut. */
 fsdp_status fsdp_error_set(fsdp_error *error, fsdp_status status,
-                           const char *file, int line, const char *format, ...)
-    FSDP_PRINTF(5, 6);
+                           fsdp_remedy remedy, const char *file, int line,
+                           const char *format, ...) FSDP_PRINTF(6, 7);
 
 /* So that a caller can write `return FSDP_FAIL(...)`. The value is the constant
  * itself, which lets compilers and analysers follow the failure. */
-#define FSDP_FAIL(error, status, ...)                                        \
-  ((void)fsdp_error_set((error), (status), __FILE__, __LINE__, __VA_ARGS__), \
+#define FSDP_FAIL(error, status, ...) \
+  FSDP_FAIL_WITH(FSDP_REMEDY_NONE, error, status, __VA_ARGS__)
+
+/* Likewise, with what the caller can do about it. */
+#define FSDP_FAIL_WITH(remedy, error, status, ...)                       \
+  ((void)fsdp_error_set((error), (status), (remedy), __FILE__, __LINE__, \
+                        __VA_ARGS__),                                    \
    (status))
 
 /* Runs `call`; on failure stores its code in the local `status` and leaves

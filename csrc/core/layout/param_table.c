@@ -75,7 +75,7 @@ static fsdp_status add_uses(fsdp_param_table *self, const fsdp_param_spec *uses,
       return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
                        "parameter uses %" PRId64 " and %" PRId64
                        " share key %" PRIu64
-                       " but disagree in numel, dtype or requires_grad",
+                       " but disagree in numel, dtype or in whether they train",
                        self->first_use[param], use, uses[use].key);
     }
     self->param_of_use[use] = param;

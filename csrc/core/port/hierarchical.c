@@ -86,9 +86,10 @@ static fsdp_status first_failure(const hierarchical *self, fsdp_error *error) {
 static fsdp_status fail(hierarchical *self, const op *failed, const char *level,
                         const fsdp_error *cause, fsdp_error *error) {
   if (self->failure.status == FSDP_OK) {
-    (void)FSDP_FAIL(&self->failure, cause->status, "%s%s%s: %.700s",
-                    failed->label, failed->label[0] == '\0' ? "" : ", ", level,
-                    cause->message);
+    (void)FSDP_FAIL_WITH(cause->remedy, &self->failure, cause->status,
+                         "%s%s%s: %.700s", failed->label,
+                         failed->label[0] == '\0' ? "" : ", ", level,
+                         cause->message);
     give_up_parts(self, self->failure.message);
   }
   return first_failure(self, error);

@@ -96,10 +96,11 @@ fsdp_status fsdp_unit_pre_backward(fsdp_unit *unit, fsdp_error *error) {
   FSDP_LOCAL_ERROR(local);
 
   if (engine == NULL || unit->is_summoned) {
-    return FSDP_FAIL(error, FSDP_INVALID_STATE, "backward reached unit '%s' %s",
-                     unit->name,
-                     engine == NULL ? "after its engine was destroyed"
-                                    : "inside summon_full_params");
+    return FSDP_FAIL_WITH(
+        engine == NULL ? FSDP_REMEDY_NONE : FSDP_REMEDY_DISMISS, error,
+        FSDP_INVALID_STATE, "backward reached unit '%s' %s", unit->name,
+        engine == NULL ? "after its engine was destroyed"
+                       : "while its parameters are summoned");
   }
   FSDP_TRY(fsdp_unit_priv_check(unit, &local));
   const bool is_first = !unit->step.entered_backward;
@@ -207,12 +208,12 @@ static fsdp_status check_is_trainable(const fsdp_unit *unit, int64_t param,
   const int64_t segment =
       fsdp_flat_layout_slot(unit->options.layout, param)->segment;
   if (unit->segments[segment].is_trainable) return FSDP_OK;
-  return FSDP_FAIL(error, FSDP_INVALID_STATE,
-                   "unit '%s': parameter %" PRId64
-                   " got a gradient, but it and all parameters of its kind "
-                   "were frozen in the unit's last forward; set requires_grad "
-                   "before the forward whose backward needs the gradient",
-                   unit->name, param);
+  return FSDP_FAIL_WITH(
+      FSDP_REMEDY_TRAIN_SOONER, error, FSDP_INVALID_STATE,
+      "unit '%s': parameter %" PRId64
+      " got a gradient, but it and all parameters of its kind "
+      "were frozen in the unit's last forward",
+      unit->name, param);
 }
 
 fsdp_status fsdp_unit_grad_ready(fsdp_unit *unit, const fsdp_grad *grad,

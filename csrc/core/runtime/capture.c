@@ -16,10 +16,10 @@
 #include "runtime/engine_priv.h"
 
 static fsdp_status refuse(const fsdp_unit *unit, const char *why,
-                          const char *remedy, fsdp_error *error) {
-  return FSDP_FAIL(error, FSDP_INVALID_STATE,
-                   "unit '%s': a step cannot be captured or replayed: %s; %s",
-                   unit->name, why, remedy);
+                          fsdp_remedy remedy, fsdp_error *error) {
+  return FSDP_FAIL_WITH(remedy, error, FSDP_INVALID_STATE,
+                        "unit '%s': a step cannot be captured or replayed: %s",
+                        unit->name, why);
 }
 
 static bool can_capture(const fsdp_group *group) {
@@ -39,23 +39,23 @@ static bool has_foreign_parts(const fsdp_unit *unit) {
 
 static fsdp_status check_unit(const fsdp_unit *unit, fsdp_error *error) {
   if (unit->options.offloads) {
-    return refuse(unit, "its shards are in host memory",
-                  "wrap it without CPU offload", error);
+    return refuse(unit, "its shards are in host memory", FSDP_REMEDY_NO_OFFLOAD,
+                  error);
   }
   if (unit->settings.sync != FSDP_SYNC_REDUCE) {
-    return refuse(unit, "it is in no_sync", "leave no_sync first", error);
+    return refuse(unit, "it accumulates gradients", FSDP_REMEDY_SYNC, error);
   }
   if (has_foreign_parts(unit)) {
     return refuse(unit,
                   "it has communication hooks, custom collectives or "
-                  "parameters with fsdp_pre_all_gather",
-                  "train without capture_step", error);
+                  "parameters with a gather of their own",
+                  FSDP_REMEDY_NO_CAPTURE, error);
   }
   if (!can_capture(&unit->options.shard_group) ||
       !can_capture(&unit->options.replica_group) ||
       !can_capture(&unit->options.part_group)) {
     return refuse(unit, "its collectives do not go through NCCL from C",
-                  "python -m fsdp_c doctor says what carries them", error);
+                  FSDP_REMEDY_TRANSPORT, error);
   }
   return FSDP_OK;
 }
@@ -74,18 +74,18 @@ static fsdp_status bring_to_rest(fsdp_engine *engine, fsdp_error *error) {
     fsdp_unit *unit = engine->units[i];
     FSDP_TRY(fsdp_unit_priv_check(unit, error));
     if (unit->is_summoned) {
-      status = refuse(unit, "its parameters are summoned",
-                      "leave summon_full_params first", error);
+      status = refuse(unit, "its parameters are summoned", FSDP_REMEDY_DISMISS,
+                      error);
       goto done;
     }
     if (fsdp_unit_holds_grads(unit)) {
       status = refuse(unit, "it holds gradients that are not reduced",
-                      "end with a backward outside no_sync", error);
+                      FSDP_REMEDY_REDUCE, error);
       goto done;
     }
     if (fsdp_unit_priv_is_pinned(unit)) {
-      status = refuse(unit, "unshard() was called on it",
-                      "call reshard() first", error);
+      status = refuse(unit, "it was unsharded on demand", FSDP_REMEDY_RESHARD,
+                      error);
       goto done;
     }
     FSDP_TRY(fsdp_unit_priv_reshard(unit, error));
@@ -102,16 +102,20 @@ fsdp_status fsdp_engine_begin_capture(fsdp_engine *engine, fsdp_error *error) {
                      "a step on the CPU cannot be captured in a graph: train "
                      "on a CUDA device");
   }
-  if (engine->is_capturing || engine->checks_order ||
-      engine->timeline != NULL) {
-    return FSDP_FAIL(
-        error, FSDP_INVALID_STATE,
-        "a step cannot be captured in a graph while %s",
-        engine->is_capturing ? "another one is"
-        : engine->checks_order
-            ? "the ranks compare what they do on the host: unset "
-              "TORCH_DISTRIBUTED_DEBUG"
-            : "it is recorded: end the recording of fsdp_c.trace first");
+  if (engine->is_capturing) {
+    return FSDP_FAIL(error, FSDP_INVALID_STATE,
+                     "a step cannot be captured in a graph while another one "
+                     "is");
+  }
+  if (engine->checks_order) {
+    return FSDP_FAIL_WITH(FSDP_REMEDY_NO_ORDER_CHECK, error, FSDP_INVALID_STATE,
+                          "a step cannot be captured in a graph while the "
+                          "ranks compare what they do on the host");
+  }
+  if (engine->timeline != NULL) {
+    return FSDP_FAIL_WITH(FSDP_REMEDY_NO_RECORDING, error, FSDP_INVALID_STATE,
+                          "a step cannot be captured in a graph while it is "
+                          "recorded");
   }
   for (size_t i = 0; i < engine->num_units; i++) {
     FSDP_TRY(check_unit(engine->units[i], error));

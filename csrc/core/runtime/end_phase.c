@@ -42,12 +42,12 @@ static fsdp_status find_kinds(const fsdp_unit *unit, const ballot *votes,
                      : theirs[i] == tolower((unsigned char)found[i])) {
         continue;
       }
-      return FSDP_FAIL(error, FSDP_INVALID_STATE,
-                       "the ranks run their units in different orders and do "
-                       "different things with the gradients of unit '%s': all "
-                       "ranks that run it must train the same parameters, and "
-                       "all ranks must be in no_sync or none",
-                       unit->name);
+      return FSDP_FAIL_WITH(
+          FSDP_REMEDY_SYNC_ALIKE, error, FSDP_INVALID_STATE,
+          "the ranks run their units in different orders and do "
+          "different things with the gradients of unit '%s': all "
+          "ranks that run it must train the same parameters",
+          unit->name);
     }
   }
   return FSDP_OK;

@@ -350,11 +350,10 @@ static fsdp_status check_can_leave(const fsdp_unit *unit, fsdp_error *error) {
   if (engine == NULL) return FSDP_OK;
   if (engine->depth > 0 || engine->in_backward || unit->is_summoned ||
       fsdp_unit_holds_grads(unit)) {
-    return FSDP_FAIL(error, FSDP_INVALID_STATE,
-                     "unit '%s' cannot join another FSDP root now: its own "
-                     "is in the middle of a step (forward, backward, no_sync "
-                     "or summon_full_params)",
-                     unit->name);
+    return FSDP_FAIL_WITH(FSDP_REMEDY_END_STEP, error, FSDP_INVALID_STATE,
+                          "unit '%s' cannot join another FSDP root now: its "
+                          "own is in the middle of a step",
+                          unit->name);
   }
   return fsdp_unit_priv_check(unit, error);
 }

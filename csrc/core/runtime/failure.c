@@ -8,10 +8,9 @@ fsdp_status fsdp_unit_priv_advance(fsdp_unit *unit, fsdp_unit_event event,
 
 fsdp_status fsdp_unit_priv_check(const fsdp_unit *unit, fsdp_error *error) {
   if (unit->state != FSDP_UNIT_FAILED) return FSDP_OK;
-  return FSDP_FAIL(error, unit->first_error.status,
-                   "unit '%s' failed earlier (%s); call fsdp_c.reset(model) "
-                   "to go on",
-                   unit->name, unit->first_error.message);
+  return FSDP_FAIL_WITH(FSDP_REMEDY_RESET, error, unit->first_error.status,
+                        "unit '%s' failed earlier (%s)", unit->name,
+                        unit->first_error.message);
 }
 
 void fsdp_unit_priv_fail(fsdp_unit *unit, const fsdp_error *cause,

@@ -110,10 +110,10 @@ fsdp_status fsdp_unit_pre_forward(fsdp_unit *unit, bool in_backward,
     return FSDP_OK;
   }
   if (engine->in_backward) {
-    return FSDP_FAIL(error, FSDP_INVALID_STATE,
-                     "unit '%s' ran forward while a backward that raised is "
-                     "still open; call fsdp_c.reset(model) first",
-                     unit->name);
+    return FSDP_FAIL_WITH(FSDP_REMEDY_RESET, error, FSDP_INVALID_STATE,
+                          "unit '%s' ran forward while a backward that raised "
+                          "is still open",
+                          unit->name);
   }
   if (engine->depth == 0) FSDP_TRY(begin_iteration(unit, error));
   FSDP_TRY(fsdp_order_pre_forward(engine->order, unit->index, error));

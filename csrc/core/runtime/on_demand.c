@@ -4,11 +4,12 @@
 
 static fsdp_status check_on_demand(const fsdp_unit *unit, fsdp_error *error) {
   if (unit->engine == NULL || unit->is_summoned) {
-    return FSDP_FAIL(error, FSDP_INVALID_STATE,
-                     "unit '%s' cannot be unsharded or resharded %s",
-                     unit->name,
-                     unit->engine == NULL ? "before it was added to an engine"
-                                          : "inside summon_full_params");
+    return FSDP_FAIL_WITH(
+        unit->engine == NULL ? FSDP_REMEDY_NONE : FSDP_REMEDY_DISMISS, error,
+        FSDP_INVALID_STATE, "unit '%s' cannot be unsharded or resharded %s",
+        unit->name,
+        unit->engine == NULL ? "before it was added to an engine"
+                             : "while its parameters are summoned");
   }
   return fsdp_unit_priv_check(unit, error);
 }

@@ -212,11 +212,10 @@ fsdp_status fsdp_unit_set_trainable(fsdp_unit *unit, int64_t segment,
   if (unit->engine != NULL &&
       (unit->engine->in_backward || fsdp_unit_holds_grads(unit))) {
     if (!is_trainable) return FSDP_OK; /* not yet */
-    return FSDP_FAIL(error, FSDP_INVALID_STATE,
-                     "parameters of unit '%s' were unfrozen in the middle of a "
-                     "gradient accumulation (backward or no_sync): set "
-                     "requires_grad between optimizer steps",
-                     unit->name);
+    return FSDP_FAIL_WITH(FSDP_REMEDY_TRAIN_LATER, error, FSDP_INVALID_STATE,
+                          "parameters of unit '%s' were unfrozen in the middle "
+                          "of a gradient accumulation",
+                          unit->name);
   }
   return fsdp_unit_priv_train(unit, segment, is_trainable, error);
 }

@@ -176,11 +176,12 @@ fsdp_status fsdp_unit_summon(fsdp_unit *unit,
 
   if (engine == NULL || unit->is_summoned || engine->depth > 0 ||
       engine->in_backward) {
-    return FSDP_FAIL(
-        error, FSDP_INVALID_STATE,
-        "the parameters of unit '%s' cannot be summoned %s", unit->name,
+    return FSDP_FAIL_WITH(
+        unit->is_summoned ? FSDP_REMEDY_DISMISS : FSDP_REMEDY_NONE, error,
+        FSDP_INVALID_STATE, "the parameters of unit '%s' cannot be summoned %s",
+        unit->name,
         engine == NULL        ? "before it was added to an engine"
-        : unit->is_summoned   ? "twice: summon_full_params is open for it"
+        : unit->is_summoned   ? "twice"
         : engine->in_backward ? "inside backward"
                               : "inside forward");
   }

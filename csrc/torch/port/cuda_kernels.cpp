@@ -54,7 +54,7 @@ KernelLibrary open_library(c10::Device device) {
   const c10::DeviceGuard guard(device);  // it asks whether this one can
   fsdp_error error = {};
   const fsdp_cuda_kernels *kernels = entry(&error);
-  if (kernels == nullptr) return {nullptr, error.message};
+  if (kernels == nullptr) return {nullptr, text_of(error)};
   if (kernels->version != FSDP_CUDA_KERNELS_VERSION) {
     return {nullptr, path + " is of another version of fsdp_c, build it again"};
   }

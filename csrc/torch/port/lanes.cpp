@@ -72,7 +72,7 @@ void Provider::call_failed(const Group &group, const fsdp_error &error,
                            const std::string &operation) const {
   FSDP_LOCAL_ERROR(cause);
   if (group.transport->ops->check(group.transport.get(), &cause) != FSDP_OK) {
-    ranks_failed(group, cause.message, operation);
+    ranks_failed(group, text_of(cause).c_str(), operation);
   }
   throw_error(error);
 }
@@ -151,7 +151,7 @@ fsdp_status explain_failure(void *context, const fsdp_group *group,
     const Provider &provider = provider_of(context);
     FSDP_LOCAL_ERROR(cause);
     if (group->transport->ops->check(group->transport, &cause) != FSDP_OK) {
-      provider.ranks_failed(group_of(group), cause.message,
+      provider.ranks_failed(group_of(group), text_of(cause).c_str(),
                             operation_of(provider.log, -1));
     }
     return FSDP_BACKEND;

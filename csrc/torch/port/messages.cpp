@@ -67,7 +67,7 @@ void start(fsdp_transport *transport, const fsdp_torch_message &message,
 }
 
 void throw_unless_sent(fsdp_status status, const fsdp_error &error) {
-  if (status != FSDP_OK) C10_THROW_ERROR(DistBackendError, error.message);
+  if (status != FSDP_OK) C10_THROW_ERROR(DistBackendError, text_of(error));
 }
 
 void wait(fsdp_transport *transport) {

@@ -108,7 +108,7 @@ const Library &the_library() {
     search.wheel_path = wheel.empty() ? nullptr : wheel.c_str();
     fsdp_error error = {};
     if (fsdp_nccl_library_open(&search, &made->library, &error) != FSDP_OK) {
-      made->why_not = error.message;
+      made->why_not = text_of(error);
     }
     return made;
   }();
