@@ -146,11 +146,11 @@ void Offload::leave(const Unit &unit) noexcept {
   if (outermost_ != &unit) return;
   outermost_ = nullptr;
   // What fails stays on the device until the next forward.
-  locked([&] { (void)!fsdp_offload_leave(core_, nullptr); });
+  locked([&] { FSDP_IGNORE(fsdp_offload_leave(core_, nullptr)); });
 }
 
 void Offload::end_backward() noexcept {
-  locked([&] { (void)!fsdp_offload_end_backward(core_, nullptr); });
+  locked([&] { FSDP_IGNORE(fsdp_offload_end_backward(core_, nullptr)); });
 }
 
 SavedStorage *Offload::add(const at::Tensor &tensor) {

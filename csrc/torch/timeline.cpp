@@ -60,7 +60,7 @@ fsdp_timeline *fsdp_torch_engine_stop_timeline(
     fsdp_torch_engine *engine) noexcept {
   Engine &self = *engine->self;
   const std::lock_guard<std::mutex> lock(self.mutex);
-  (void)!fsdp_engine_set_timeline(self.core, nullptr, nullptr);
+  FSDP_IGNORE(fsdp_engine_set_timeline(self.core, nullptr, nullptr));
   fsdp_timeline *timeline = self.timeline;
   self.timeline = nullptr;
   self.mark_times = self.provider.take_marks();

@@ -148,8 +148,8 @@ static void synchronize(fsdp_transport *transport) {
   fsdp_nccl_operation oldest;
   for (int i = 0; i < FSDP_NUM_CHANNELS; i++) {
     for (;;) {
-      (void)!fsdp_nccl_priv_retire(self, (fsdp_channel)i,
-                                   FSDP_NCCL_MAX_OUTSTANDING, NULL);
+      FSDP_IGNORE(fsdp_nccl_priv_retire(self, (fsdp_channel)i,
+                                        FSDP_NCCL_MAX_OUTSTANDING, NULL));
       if (!fsdp_nccl_priv_oldest(self, (fsdp_channel)i, &oldest)) break;
       sleep_ms(1);
     }

@@ -118,7 +118,8 @@ FAULTS = (
         before(
             "fsdp_nccl_priv_set_meeting(transport, index, true);",
             "if (MUTANT && index == 0 && transport->channels[1].comm == NULL)"
-            " (void)!connect_until(transport, FSDP_CHANNEL_REDUCE, deadline_ms, NULL);",
+            " FSDP_IGNORE(connect_until(transport, FSDP_CHANNEL_REDUCE, deadline_ms,"
+            " NULL));",
         ),
     ),
     # NCCL: the meeting.
@@ -129,7 +130,7 @@ FAULTS = (
             "if (store->get(",
             'format(name, key, "met");'
             "for (int64_t i = 0; MUTANT && i < world_size; i++)"
-            " (void)!store->add(store->context, name, 0, &num_met, NULL);"
+            " FSDP_IGNORE(store->add(store->context, name, 0, &num_met, NULL));"
             'format(name, key, "verdict");',
         ),
     ),

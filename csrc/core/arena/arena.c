@@ -164,7 +164,8 @@ static void keep_only(fsdp_arena *arena, const block *kept) {
     block *other = &arena->blocks[i];
     if (other->state != BLOCK_FREE || other == kept) continue;
     if (other->nbytes == kept->nbytes) {
-      (void)!let_go(arena, other, NULL); /* whoever uses it next reports it */
+      /* Whoever uses it next reports it. */
+      FSDP_IGNORE(let_go(arena, other, NULL));
     }
   }
 }
@@ -186,7 +187,7 @@ static fsdp_status find_or_add_block(fsdp_arena *arena, int64_t nbytes,
   }
   const bool is_new = *slot == NONE;
   if (is_new) {
-    if (is_host) (void)!let_all_go(arena, BLOCK_FREE, NULL);
+    if (is_host) FSDP_IGNORE(let_all_go(arena, BLOCK_FREE, NULL));
     if (!is_compute) fsdp_arena_unreserve(arena);
     FSDP_TRY(add_block(arena, nbytes, BLOCK_HELD, slot, error));
     if (is_host || is_compute) return FSDP_OK;
@@ -221,7 +222,7 @@ void fsdp_arena_destroy(fsdp_arena *arena) {
   for (size_t i = 0; i < arena->num_slots; i++) {
     block *each = &arena->blocks[i];
     if (each->state == BLOCK_LEAVING || each->state == BLOCK_FREE) {
-      (void)!let_go(arena, each, NULL);
+      FSDP_IGNORE(let_go(arena, each, NULL));
     }
     if (each->state != BLOCK_EMPTY) remove_block(arena, each);
     if (each->event != NULL) {
@@ -347,7 +348,8 @@ fsdp_status fsdp_arena_reserve(fsdp_arena *arena, int64_t nbytes,
 }
 
 void fsdp_arena_unreserve(fsdp_arena *arena) {
-  (void)!let_all_go(arena, BLOCK_RESERVED, NULL); /* fresh: nothing to fail */
+  /* Fresh: nothing can fail. */
+  FSDP_IGNORE(let_all_go(arena, BLOCK_RESERVED, NULL));
 }
 
 fsdp_status fsdp_arena_settle(fsdp_arena *arena, fsdp_error *error) {
@@ -358,7 +360,8 @@ fsdp_status fsdp_arena_settle(fsdp_arena *arena, fsdp_error *error) {
 bool fsdp_arena_trim(fsdp_arena *arena) {
   const int64_t num_frees = arena->stats.num_frees;
   fsdp_arena_unreserve(arena);
-  (void)!fsdp_arena_settle(arena, NULL); /* whoever waits next reports it */
+  /* Whoever waits next reports it. */
+  FSDP_IGNORE(fsdp_arena_settle(arena, NULL));
   return arena->stats.num_frees > num_frees;
 }
 

@@ -83,6 +83,10 @@ fsdp_status fsdp_error_set(fsdp_error *error, fsdp_status status,
     if (status != FSDP_OK) goto done; \
   } while (0)
 
+/* Drops the outcome of `call`: in clean-up, which must go on, and where a later
+ * call reports the same. */
+#define FSDP_IGNORE(call) ((void)!(call))
+
 #ifdef __cplusplus
 }
 #endif

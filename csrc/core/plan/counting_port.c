@@ -44,8 +44,8 @@ fsdp_status fsdp_counting_device_hold(fsdp_counting_device *device,
 
 void fsdp_counting_device_drop(fsdp_counting_device *device,
                                fsdp_counted purpose, int64_t nbytes) {
-  (void)!fsdp_counting_device_hold(device, purpose, -nbytes,
-                                   NULL); /* it fits */
+  /* It fits. */
+  FSDP_IGNORE(fsdp_counting_device_hold(device, purpose, -nbytes, NULL));
 }
 
 /* Memory at an address that nobody reads or writes. */

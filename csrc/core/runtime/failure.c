@@ -19,7 +19,7 @@ void fsdp_unit_priv_fail(fsdp_unit *unit, const fsdp_error *cause,
   if (unit->state == FSDP_UNIT_FAILED) return; /* the first error stays */
   unit->first_error = *cause;
   /* FAIL is allowed from every state. */
-  (void)!fsdp_unit_priv_advance(unit, FSDP_EVENT_FAIL, NULL);
+  FSDP_IGNORE(fsdp_unit_priv_advance(unit, FSDP_EVENT_FAIL, NULL));
 }
 
 fsdp_status fsdp_engine_priv_wait_lane(fsdp_engine *engine, fsdp_lane waiter,

@@ -124,7 +124,7 @@ void fsdp_unit_priv_free_partial(fsdp_unit *unit) {
   const fsdp_view_ops *views = &unit->engine->views;
   fsdp_unit_priv_set_grads(unit, FSDP_GRADS_PARTIAL, false);
   if (unit->partial_block == NULL) return;
-  (void)!fsdp_engine_join_reduces(unit->engine, NULL); /* best effort */
+  FSDP_IGNORE(fsdp_engine_join_reduces(unit->engine, NULL)); /* best effort */
   views->keep_grads(views->context, unit->options.owner, FSDP_VIEW_PARTIAL);
   ops->block_free(ops->context, unit->partial_block, unit->partial_nbytes);
   unit->partial_block = NULL;
@@ -191,7 +191,7 @@ done:
 
 void fsdp_unit_drop_sharded_grads(fsdp_unit *unit) {
   const fsdp_view_ops *views = &unit->engine->views;
-  (void)!fsdp_engine_join_reduces(unit->engine, NULL); /* best effort */
+  FSDP_IGNORE(fsdp_engine_join_reduces(unit->engine, NULL)); /* best effort */
   fsdp_unit_priv_set_grads(unit, FSDP_GRADS_SHARDED, false);
   views->grads_free(views->context, unit->options.owner);
   for (int64_t i = 0; i < unit->num_segments; i++) {

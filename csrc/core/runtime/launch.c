@@ -52,7 +52,7 @@ fsdp_status fsdp_engine_priv_close_launch(fsdp_engine *engine,
     if (is_first) status = added;
   }
   if (status == FSDP_BACKEND && ops->explain_failure != NULL) {
-    (void)!ops->explain_failure(ops->context, group, error);
+    FSDP_IGNORE(ops->explain_failure(ops->context, group, error));
   }
   return status;
 }

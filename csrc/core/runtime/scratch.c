@@ -22,8 +22,8 @@ static void free_one(fsdp_engine *engine, fsdp_scratch *scratch) {
   const fsdp_device_ops *ops = &engine->ops;
   if (scratch->block == NULL) return;
   /* Who waits for that work next reports its failure. */
-  (void)!ops->event_wait(ops->context, FSDP_LANE_COMPUTE, scratch->free_event,
-                         NULL);
+  FSDP_IGNORE(ops->event_wait(ops->context, FSDP_LANE_COMPUTE,
+                              scratch->free_event, NULL));
   ops->block_free(ops->context, scratch->block, scratch->block_nbytes);
   scratch->block = NULL;
   scratch->block_nbytes = 0;

@@ -103,7 +103,7 @@ static void thaw(fsdp_unit *unit) {
     fsdp_unit_segment *segment = &unit->segments[i];
     segment->is_thawed = segment->has_grad_place && !segment->is_trainable;
     if (segment->is_thawed) { /* it has a place, so this cannot fail */
-      (void)!fsdp_unit_priv_train(unit, i, true, NULL);
+      FSDP_IGNORE(fsdp_unit_priv_train(unit, i, true, NULL));
     }
   }
 }
@@ -111,7 +111,9 @@ static void thaw(fsdp_unit *unit) {
 static void freeze_again(fsdp_unit *unit) {
   for (int64_t i = 0; i < unit->num_segments; i++) {
     fsdp_unit_segment *segment = &unit->segments[i];
-    if (segment->is_thawed) (void)!fsdp_unit_priv_train(unit, i, false, NULL);
+    if (segment->is_thawed) {
+      FSDP_IGNORE(fsdp_unit_priv_train(unit, i, false, NULL));
+    }
     segment->is_thawed = false;
   }
 }
@@ -149,14 +151,14 @@ done:
 static void abandon(fsdp_unit *unit) {
   const fsdp_view_ops *views = &unit->engine->views;
   if (unit->whole.is_shown) { /* best effort: an error was reported */
-    (void)!views->show_params(views->context, unit->options.owner,
-                              FSDP_VIEW_SHARDED, NULL, NULL);
+    FSDP_IGNORE(views->show_params(views->context, unit->options.owner,
+                                   FSDP_VIEW_SHARDED, NULL, NULL));
   }
   if (unit->whole_grad.is_shown) {
     bool is_live = false; /* of no interest */
-    (void)!views->take_full_grads(views->context, unit->options.owner,
-                                  whole_view(unit), unit->whole_grad.data,
-                                  &is_live, NULL);
+    FSDP_IGNORE(views->take_full_grads(views->context, unit->options.owner,
+                                       whole_view(unit), unit->whole_grad.data,
+                                       &is_live, NULL));
   }
   unit->whole.is_shown = false;
   unit->whole_grad.is_shown = false;

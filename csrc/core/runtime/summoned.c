@@ -315,9 +315,10 @@ void fsdp_unit_priv_free_whole(fsdp_unit *unit, bool is_grad) {
 
 void fsdp_unit_priv_abandon_whole(fsdp_unit *unit) {
   /* Errors are ignored: the first one was reported. */
-  (void)!fsdp_engine_priv_wait_lane(unit->engine, FSDP_LANE_COMPUTE,
-                                    FSDP_LANE_UNSHARD, unit->unsharded, NULL);
-  (void)!join_compute(unit, NULL);
+  FSDP_IGNORE(fsdp_engine_priv_wait_lane(unit->engine, FSDP_LANE_COMPUTE,
+                                         FSDP_LANE_UNSHARD, unit->unsharded,
+                                         NULL));
+  FSDP_IGNORE(join_compute(unit, NULL));
   fsdp_unit_priv_free_whole(unit, false);
   fsdp_unit_priv_free_whole(unit, true);
 }

@@ -397,7 +397,7 @@ done:
   if (status != FSDP_OK) {
     if (block != NULL || unit->is_in_place) {
       /* Best effort: the first error is the one to report. */
-      (void)!give_block(unit, last_use, NULL);
+      FSDP_IGNORE(give_block(unit, last_use, NULL));
     }
     /* A collective that may have been enqueued cannot be taken back. */
     if (is_enqueued) fsdp_unit_priv_fail(unit, &local, NULL);

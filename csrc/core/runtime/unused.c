@@ -229,7 +229,7 @@ bool fsdp_unit_is_unused(const fsdp_unit *unit, int64_t param) {
 
 void fsdp_unit_priv_free_marks(fsdp_unit *unit) {
   const fsdp_device_ops *ops = &unit->engine->ops;
-  (void)!fsdp_unit_await_unused(unit, NULL); /* a copy may write it */
+  FSDP_IGNORE(fsdp_unit_await_unused(unit, NULL)); /* a copy may write it */
   if (unit->marks != NULL) ops->host_free(ops->context, unit->marks);
   unit->marks = NULL;
   unit->reads_marks = false;
