@@ -55,9 +55,10 @@ static void detach_unit(fsdp_unit *unit) {
   fsdp_engine *engine = unit->engine;
   if (engine == NULL) return;
   fsdp_unit_priv_end_summon(unit);
-  (void)!fsdp_engine_join_reduces(engine, NULL); /* or another reset follows */
+  /* If it fails, another reset follows. */
+  FSDP_IGNORE(fsdp_engine_join_reduces(engine, NULL));
   /* If the record fails, the older event is what is left to wait for. */
-  (void)!fsdp_unit_priv_drop_grads(unit, FSDP_LANE_COMPUTE, NULL);
+  FSDP_IGNORE(fsdp_unit_priv_drop_grads(unit, FSDP_LANE_COMPUTE, NULL));
   fsdp_unit_priv_free_partial(unit);
   fsdp_unit_priv_free_marks(unit);
   fsdp_unit_priv_unshare(unit);
@@ -134,7 +135,7 @@ static void reset_unit(fsdp_unit *unit) {
   /* The lanes were drained, so every block is free after COMPUTE. Errors are
    * ignored: the first one was reported. */
   if (unit->step.entered_backward || unit->state == FSDP_UNIT_FAILED) {
-    (void)!fsdp_unit_priv_drop_grads(unit, FSDP_LANE_COMPUTE, NULL);
+    FSDP_IGNORE(fsdp_unit_priv_drop_grads(unit, FSDP_LANE_COMPUTE, NULL));
     /* They may be half accumulated. */
     fsdp_unit_priv_set_grads(unit, FSDP_GRADS_PARTIAL | FSDP_GRADS_SHARDED,
                              false);
@@ -145,28 +146,30 @@ static void reset_unit(fsdp_unit *unit) {
     if (clients[i] < 0 || fsdp_arena_data(engine->arena, clients[i]) == NULL) {
       continue;
     }
-    (void)!fsdp_arena_give(engine->arena, clients[i], FSDP_LANE_COMPUTE, NULL);
+    FSDP_IGNORE(
+        fsdp_arena_give(engine->arena, clients[i], FSDP_LANE_COMPUTE, NULL));
   }
   fsdp_unit_priv_close(unit);
   if (unit->is_extended) views->ungather(views->context, unit->options.owner);
   if (!unit->is_resident && !unit->is_summoned && unit->num_segments > 0) {
-    (void)!views->show_params(views->context, unit->options.owner,
-                              FSDP_VIEW_SHARDED, NULL, NULL);
+    FSDP_IGNORE(views->show_params(views->context, unit->options.owner,
+                                   FSDP_VIEW_SHARDED, NULL, NULL));
   }
   unit->step = (fsdp_unit_step){0};
   unit->is_left_shown = false;
   fsdp_unit_priv_unpin(unit);
-  (void)!fsdp_unit_priv_advance(unit, FSDP_EVENT_RESET, NULL);
+  FSDP_IGNORE(fsdp_unit_priv_advance(unit, FSDP_EVENT_RESET, NULL));
 }
 
 /* Waits until no lane uses memory that may be reused next. */
 static void join_lanes(fsdp_engine *engine) {
   for (int lane = FSDP_LANE_UNSHARD; lane < FSDP_NUM_LANES; lane++) {
     /* Work still in flight may fail once more; the first error was reported. */
-    (void)!fsdp_engine_priv_wait_lane(
-        engine, FSDP_LANE_COMPUTE, (fsdp_lane)lane, engine->compute_done, NULL);
+    FSDP_IGNORE(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_COMPUTE,
+                                           (fsdp_lane)lane,
+                                           engine->compute_done, NULL));
   }
-  (void)!fsdp_engine_join_host(engine, NULL);
+  FSDP_IGNORE(fsdp_engine_join_host(engine, NULL));
 }
 
 void fsdp_engine_reset(fsdp_engine *engine) {
@@ -174,7 +177,7 @@ void fsdp_engine_reset(fsdp_engine *engine) {
   for (size_t i = 0; i < engine->num_units; i++) reset_unit(engine->units[i]);
   fsdp_arena_unreserve(engine->arena);
   if (!fsdp_engine_priv_is_host(engine)) {
-    (void)!fsdp_arena_settle(engine->arena, NULL);
+    FSDP_IGNORE(fsdp_arena_settle(engine->arena, NULL));
   }
   /* The ranks may have failed at different collectives. */
   engine->order_fingerprint = FSDP_ORDER_FINGERPRINT;
@@ -319,7 +322,7 @@ void fsdp_unit_destroy(fsdp_unit *unit) {
   if (unit == NULL) return;
   if (unit->engine != NULL) {
     /* Collectives in flight end before their memory is used again. */
-    (void)!fsdp_unit_priv_reshard(unit, NULL);
+    FSDP_IGNORE(fsdp_unit_priv_reshard(unit, NULL));
     join_lanes(unit->engine);
     reset_unit(unit);
     detach_unit(unit);

@@ -138,9 +138,9 @@ done:
   /* Not entered, so nothing stays in flight. The first error is reported. */
   if (status != FSDP_OK) {
     if (unit->state != FSDP_UNIT_UNSHARDED) {
-      (void)!fsdp_unit_priv_reshard(unit, NULL);
+      FSDP_IGNORE(fsdp_unit_priv_reshard(unit, NULL));
     }
-    if (engine->depth == 0) (void)!end_iteration(engine, false, NULL);
+    if (engine->depth == 0) FSDP_IGNORE(end_iteration(engine, false, NULL));
   }
   return status;
 }
@@ -182,6 +182,6 @@ void fsdp_unit_abandon_forward(fsdp_unit *unit, bool in_backward) {
   if (engine == NULL || unit->is_summoned || in_backward) return;
   if (engine->depth > 0) engine->depth--;
   /* The module's own exception is what the user must see. */
-  (void)!fsdp_unit_priv_reshard(unit, NULL);
-  if (engine->depth == 0) (void)!end_iteration(engine, false, NULL);
+  FSDP_IGNORE(fsdp_unit_priv_reshard(unit, NULL));
+  if (engine->depth == 0) FSDP_IGNORE(end_iteration(engine, false, NULL));
 }
