@@ -3,10 +3,10 @@
 Note [Saves and the end of the process]
 The thread of a save is a daemon; a function that atexit calls decides how long the
 process waits for it. A rank that is still writing its part finishes it, unless that
-takes longer than the save's timeout and FSDP_C_SAVE_EXIT_SECONDS together, as on a
+takes longer than the save's ``timeout`` and ``exit_timeout`` together, as on a
 disk that does not answer. A rank that has written its part exits: rank 0 needs its
 files, not its process. Rank 0 waits for the other parts as long as the folder grows. If
-nothing in it changes for FSDP_C_SAVE_EXIT_SECONDS, rank 0 takes the missing ranks for
+nothing in it changes for ``exit_timeout``, rank 0 takes the missing ranks for
 dead, abandons the save, deletes its folder and logs an error. The checkpoint that was
 at the path stays.
 """
@@ -49,8 +49,6 @@ _log = logging.getLogger("fsdp_c")
 _HEADLINE = "the checkpoint was not saved"
 _FIRST_WAIT_S = 0.005
 _LONGEST_WAIT_S = 0.25
-_EXIT_SECONDS = "FSDP_C_SAVE_EXIT_SECONDS"
-_DEFAULT_EXIT_S = 60.0
 
 
 class SaveHandle:
@@ -116,30 +114,21 @@ class SaveHandle:
 _last: SaveHandle | None = None
 
 
-def _exit_seconds() -> float:
-    """Return how long the process waits at its end while the folder does not grow."""
-    try:
-        seconds = float(os.environ.get(_EXIT_SECONDS, _DEFAULT_EXIT_S))
-    except ValueError:
-        return _DEFAULT_EXIT_S
-    return seconds if seconds >= 0 else _DEFAULT_EXIT_S
-
-
 def _finish_at_exit() -> None:
     """See Note [Saves and the end of the process]."""
     handle = _last
     if handle is None or handle._job is None or handle.done():
         return
     _log.info("the process is ending: waiting for the save to %s", handle.path)
-    stall_s = _exit_seconds()
-    handle._job.hurry(stall_s)
+    handle._job.hurry()
     assert handle._thread is not None
-    limit_s = handle._job.timeout_s + stall_s  # the thread has limits of its own first
-    handle._thread.join(limit_s)  # an error was logged by the thread
+    # The thread has limits of its own first, and logs an error then.
+    limit_s = handle._job.timeout_s + handle._job.exit_timeout_s
+    handle._thread.join(limit_s)
     if not handle.done():
         problem = (
             "abandoned at the end of the process: this rank's thread had not ended "
-            f"after {limit_s:g} s (the save's timeout and {_EXIT_SECONDS})"
+            f"after {limit_s:g} s (the save's timeout and exit_timeout)"
         )
         _log.error("%s", CheckpointError(_HEADLINE, [problem]))
     elif not handle._problems:
@@ -165,6 +154,7 @@ def save(
     overwrite: bool = True,
     blocking: bool = True,
     timeout: float = 1800.0,
+    exit_timeout: float = 60.0,
     progress: bool | None = None,
 ) -> SaveHandle:
     """Save a model, and what training needs besides, as a folder at ``path``.
@@ -188,7 +178,9 @@ def save(
             that follows waits for this one; the end of the process finishes or
             abandons it, see docs/guide/checkpoint.md.
         timeout: Seconds that the thread of a save waits for the other ranks. A process
-            that ends waits so long for the thread, and FSDP_C_SAVE_EXIT_SECONDS more.
+            that ends waits so long for the thread, and ``exit_timeout`` more.
+        exit_timeout: Seconds that rank 0, at its end, waits for the other ranks while
+            the folder does not grow.
         progress: Show a bar on rank 0; None: if stderr is a terminal.
 
     Returns:
@@ -220,6 +212,7 @@ def save(
             problems.append(reason(error))
     job = _begin(os.fspath(path), collected, problems, ranks, overwrite, progress)
     job.timeout_s = timeout
+    job.exit_timeout_s = exit_timeout
     handle = SaveHandle(job.path)
     if blocking:
         job.run_with(ranks)
@@ -334,9 +327,9 @@ class _Job:
     ) -> None:
         self.folder, self.save_id, self.path = names
         self.timeout_s = 0.0
+        self.exit_timeout_s = 0.0
         self.outcome = "complete"
-        self._stall_s: float | None = None  # at the end of the process
-        self._wakes = threading.Event()
+        self._ending = threading.Event()  # of the process
         self._collected = collected
         self._manifest = manifest
         self._temporary = temporary  # on rank 0
@@ -344,13 +337,9 @@ class _Job:
         self._world_size = ranks.world_size
         self._progress = progress
 
-    def hurry(self, stall_s: float) -> None:
-        """End the thread soon, because the process ends.
-
-        ``stall_s`` is how long to wait for other ranks while the folder does not grow.
-        """
-        self._stall_s = stall_s
-        self._wakes.set()
+    def hurry(self) -> None:
+        """End the thread soon, because the process ends."""
+        self._ending.set()
 
     # With collectives -------------------------------------------------------
 
@@ -426,10 +415,10 @@ class _Job:
 
     def _pause(self, wait_s: float) -> float:
         """Wait for ``wait_s``, less if the process ends; return the next time."""
-        if self._stall_s is None and self._wakes.wait(wait_s):
-            return _FIRST_WAIT_S
-        if self._stall_s is not None:
+        if self._ending.is_set():
             time.sleep(wait_s)
+        elif self._ending.wait(wait_s):
+            return _FIRST_WAIT_S
         return min(2 * wait_s, _LONGEST_WAIT_S)
 
     def _wait_for_entries(self, deadline: float) -> None:
@@ -457,12 +446,12 @@ class _Job:
                         "larger timeout, or see what those ranks wait for"
                     ],
                 )
-            if self._stall_s is not None and growth.idle_seconds() > self._stall_s:
+            if self._ending.is_set() and growth.idle_seconds() > self.exit_timeout_s:
                 raise CheckpointError(
                     _HEADLINE,
                     [
                         "abandoned at the end of the process: nothing was written "
-                        f"for {self._stall_s:g} s ({_EXIT_SECONDS}), and "
+                        f"for {self.exit_timeout_s:g} s (exit_timeout), and "
                         f"{len(missing)} ranks had not written their part (missing: "
                         f"{min(missing)}, ...)"
                     ],
@@ -472,7 +461,7 @@ class _Job:
     def _wait_for_publication(self, deadline: float) -> None:
         wait_s = _FIRST_WAIT_S
         while not self._is_published():
-            if self._stall_s is not None:
+            if self._ending.is_set():
                 self.outcome = "this rank's part is written; rank 0 finishes the save"
                 return
             if not os.path.isdir(self.folder) and not self._is_published():

@@ -1,7 +1,6 @@
 """python -m fsdp_c doctor: what was built, which paths are active, what is wrong."""
 
 import json
-import math
 import os
 import platform
 import resource
@@ -287,26 +286,7 @@ def _limit_rows(machine: Machine) -> Iterator[Row]:
             f"the group's timeout, {gloo:g} s unless set: "
             "init_process_group(timeout=...), new_group(timeout=...)",
         )
-    name = "FSDP_C_POST_MORTEM_SECONDS"
-    text = machine.env.get(name, "")
-    if not text or _is_seconds(text):
-        yield Row(section, "the post-mortem after it", f"{text or 5} s ({name})")
-        return
-    yield Row(
-        section,
-        "the post-mortem after it",
-        f"5 s, because {name}={text!r} is not a number from 0 to 3600",
-        "warning",
-        f"set {name} to seconds, such as 10",
-    )
-
-
-def _is_seconds(text: str) -> bool:
-    try:
-        value = float(text)
-    except ValueError:
-        return False
-    return math.isfinite(value) and 0 <= value <= 3600
+    yield Row(section, "the post-mortem after it", "5 s")
 
 
 def _environment_rows(machine: Machine) -> Iterator[Row]:

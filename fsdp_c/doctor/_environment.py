@@ -45,16 +45,6 @@ SWITCHES = (
         "same on all ranks",
     ),
     Switch(
-        "FSDP_C_POST_MORTEM_SECONDS",
-        "5",
-        "seconds that a rank whose collective failed waits for the others' reports",
-    ),
-    Switch(
-        "FSDP_C_SAVE_EXIT_SECONDS",
-        "60",
-        "seconds that a process at its end waits for a save whose folder does not grow",
-    ),
-    Switch(
         "FSDP_C_TRACE",
         "nothing is recorded",
         "a folder: each rank writes a timeline of its third to fifth step there",

@@ -184,8 +184,9 @@ def test_a_rank_that_does_not_come(rank: int, tmp_path: Path) -> None:
 @pytest.mark.bookkeeping
 def test_waits_grow_no_longer_than_a_quarter_second() -> None:
     job = object.__new__(_save._Job)
-    job._stall_s = None
-    job._wakes = SimpleNamespace(wait=lambda seconds: False)  # type: ignore[assignment]
+    job._ending = SimpleNamespace(  # type: ignore[assignment]
+        is_set=lambda: False, wait=lambda seconds: False
+    )
     waits = [_save._FIRST_WAIT_S]
     for _ in range(20):
         waits.append(job._pause(waits[-1]))

@@ -36,9 +36,7 @@ def test_the_stores_host_is_stopped(place: str, tmp_path: Path) -> None:
 
     In wrapping a thread of torch's already waits for it, without a limit.
     """
-    said = run_fresh(
-        "fakecuda.stopped_store", str(tmp_path), place, FSDP_C_POST_MORTEM_SECONDS="1"
-    )
+    said = run_fresh("fakecuda.stopped_store", str(tmp_path), place)
     found = re.match(r"([\d.]+) s: (.*)", said, re.DOTALL)
     assert found is not None, said
     assert float(found[1]) < TIMEOUT_S + SLACK_S

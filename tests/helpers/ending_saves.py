@@ -54,8 +54,6 @@ def _rank(rank: int, folder: Path, scenario: str) -> None:
     from fsdp_c.checkpoint import _files
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    if scenario != "all":
-        os.environ["FSDP_C_SAVE_EXIT_SECONDS"] = f"{EXIT_S:g}"
     logging.basicConfig(level=logging.INFO, format=f"rank {rank}: %(message)s")
     store = dist.FileStore(str(folder / "store"), WORLD_SIZE)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE)
@@ -66,9 +64,13 @@ def _rank(rank: int, folder: Path, scenario: str) -> None:
         if rank == FAILING_RANK:
             fails = {"dies": _die, "stops": _stop, "hangs": _hang}[scenario]
             _files.os.writev = fails  # type: ignore[assignment]
-    timeout_s = HUNG_TIMEOUT_S if scenario == "hangs" else 1800.0
     checkpoint.save(
-        folder / "c", model, extra="last", blocking=False, timeout=timeout_s
+        folder / "c",
+        model,
+        extra="last",
+        blocking=False,
+        timeout=HUNG_TIMEOUT_S if scenario == "hangs" else 1800.0,
+        exit_timeout=60.0 if scenario == "all" else EXIT_S,
     )
     _moment(folder, rank).write_text(str(time.monotonic()))
 

@@ -188,12 +188,6 @@ def test_healthy() -> None:
             "note",
             "unset FSDP_C_CUDA",
         ),
-        (
-            {"env": {"FSDP_C_POST_MORTEM_SECONDS": "soon"}},
-            "the post-mortem after it",
-            "warning",
-            "seconds",
-        ),
     ],
 )
 def test_problems_come_with_a_remedy(

@@ -2,7 +2,6 @@
 // its process, publishes where it is, and reads what the others published.
 #include "torch/port/post_mortem.hpp"
 
-#include <cstdlib>
 #include <thread>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -16,7 +15,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr std::chrono::milliseconds kDefaultLimit(5000);
+// How long a post-mortem waits for the other ranks.
+constexpr std::chrono::milliseconds kLimit(5000);
 constexpr std::chrono::milliseconds kPoll(50);
 constexpr std::chrono::milliseconds kAskLimit(1000);
 // Up to this many ranks each one reads who all others are; in larger groups
@@ -53,21 +53,6 @@ std::string words_of(const Process &process, const std::string &signed_words) {
   if (signed_words.compare(0, signature.size(), signature) != 0) return "";
   return signed_words.substr(signature.size());
 }
-
-}  // namespace
-
-std::chrono::milliseconds post_mortem_limit() {
-  const char *text = std::getenv("FSDP_C_POST_MORTEM_SECONDS");
-  if (text == nullptr) return kDefaultLimit;
-  char *end = nullptr;
-  const double seconds = std::strtod(text, &end);
-  const bool is_usable =
-      end != text && *end == '\0' && seconds >= 0 && seconds <= 3600;
-  if (!is_usable) return kDefaultLimit;
-  return std::chrono::milliseconds(static_cast<int64_t>(1000 * seconds));
-}
-
-namespace {
 
 // Of each rank of the group; empty where the group does not know.
 std::vector<uint64_t> global_ranks_of(c10d::ProcessGroup &process_group) {
@@ -229,7 +214,6 @@ void PostMortem::collect(Inquiry &inquiry) {
 // The store may be in the process that was killed or stopped: a thread asks it,
 // which is left alone when the time is over.
 std::string PostMortem::publish_and_collect(const std::string &mine) {
-  const std::chrono::milliseconds limit = post_mortem_limit();
   const auto inquiry = std::make_shared<Inquiry>();
   RankAnswers &answers = inquiry->answers;
   inquiry->store = store_;
@@ -238,14 +222,14 @@ std::string PostMortem::publish_and_collect(const std::string &mine) {
   inquiry->self = self_;
   inquiry->rank = rank_;
   inquiry->world_size = world_size_;
-  inquiry->deadline = Clock::now() + limit;
+  inquiry->deadline = Clock::now() + kLimit;
   for (int rank = 0; rank < world_size_; rank++) {
     answers.names.push_back(rank_name(rank));
   }
   answers.processes = peers_;
   answers.positions.resize(peers_.size());
   answers.states.resize(peers_.size());
-  run_within(limit + 10 * kPoll, [inquiry] {
+  run_within(kLimit + 10 * kPoll, [inquiry] {
     try {
       collect(*inquiry);
     } catch (...) {

@@ -76,8 +76,4 @@ class PostMortem {
   std::string report_;  // of the first failure
 };
 
-// How long a post-mortem waits for the other ranks: FSDP_C_POST_MORTEM_SECONDS,
-// or 5.
-std::chrono::milliseconds post_mortem_limit();
-
 }  // namespace fsdp_torch
