@@ -348,11 +348,8 @@ static PyObject *engine_stop_timeline(PyObject *object,
   return result;
 }
 
-static bool is_of_wholes(int kind) {
-  if (kind >= FSDP_TIMELINE_GATHER_WHOLES &&
-      kind <= FSDP_TIMELINE_SCATTER_WHOLES) {
-    return true;
-  }
+static bool check_is_of_wholes(int kind) {
+  if (fsdp_timeline_is_of_wholes(kind)) return true;
   PyErr_Format(PyExc_ValueError, "span %d is not one of whole parameters",
                kind);
   return false;
@@ -363,7 +360,7 @@ static PyObject *engine_begin_wholes(PyObject *object, PyObject *args) {
   int32_t mark = -1;
   if (!PyArg_ParseTuple(args, "i:begin_wholes", &kind)) return NULL;
   fsdp_torch_engine *engine = engine_of(object);
-  if (engine == NULL || !is_of_wholes(kind)) return NULL;
+  if (engine == NULL || !check_is_of_wholes(kind)) return NULL;
   const int64_t begin_ns =
       fsdp_torch_engine_begin_wholes(engine, (fsdp_timeline_kind)kind, &mark);
   return Py_BuildValue("Li", (long long)begin_ns, (int)mark);
@@ -377,7 +374,7 @@ static PyObject *engine_end_wholes(PyObject *object, PyObject *args) {
     return NULL;
   }
   fsdp_torch_engine *engine = engine_of(object);
-  if (engine == NULL || !is_of_wholes(kind)) return NULL;
+  if (engine == NULL || !check_is_of_wholes(kind)) return NULL;
   fsdp_torch_engine_end_wholes(engine, (fsdp_timeline_kind)kind, begin_ns, mark,
                                nbytes);
   Py_RETURN_NONE;

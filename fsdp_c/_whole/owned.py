@@ -181,10 +181,8 @@ def _shard_of_whole(part: ParamPart, grid: Grid) -> int:
         return 0
     if isinstance(part.home, GroupRows):
         return -1  # of one row at most
-    numel = part.shape.numel()
-    placement = part.spread.sharded(part.index)
-    ranks = range(grid.num_shards)
-    return next((r for r in ranks if placement.numel(part.index, r) == numel > 0), -1)
+    shards = set(part.spread.sharded(part.index).buffers(part.index))
+    return shards.pop() if len(shards) == 1 else -1
 
 
 class Travelling(NamedTuple):

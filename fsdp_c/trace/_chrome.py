@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fsdp_c.trace._clocks import Alignment, align, describe
-from fsdp_c.trace._lanes import WHOLES, Lanes
+from fsdp_c.trace._data import WHOLES
+from fsdp_c.trace._lanes import Lanes
 
 Event = dict[str, Any]
 
@@ -119,9 +120,7 @@ class _RankEvents:
             name = f"{each.what} {self.recorded.label(each.unit)}"
             self._slice(name, each.begin, each.end, 1, each.what)
         for span in self.lanes.wholes:
-            begin, end = span.begin, span.end
-            if span.device_begin >= 0 and span.device_end >= 0:
-                begin, end = span.device_begin, span.device_end
+            begin, end = span.times
             self._slice(span.kind, begin, end, 1, span.kind, bytes=span.nbytes)
 
     def _calls(self) -> None:

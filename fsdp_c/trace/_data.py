@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+# Of a round of a whole_parameter_optimizer, outside of the engine.
+WHOLES = ("gather_wholes", "step_wholes", "scatter_wholes")
 VERSION = 1
 FILE_PATTERN = "rank*.json"
 
@@ -46,16 +48,27 @@ class Span(NamedTuple):
         return self.end - self.begin
 
     @property
+    def has_device_times(self) -> bool:
+        """Whether it is known when the device did it."""
+        return self.device_begin >= 0 and self.device_end >= 0
+
+    @property
+    def times(self) -> tuple[int, int]:
+        """Begin and end on the device if they are known, else on the host."""
+        if self.has_device_times:
+            return self.device_begin, self.device_end
+        return self.begin, self.end
+
+    @property
     def seen(self) -> int:
         """Nanoseconds of the device if they are known, else of the host."""
-        if self.device_begin >= 0 and self.device_end >= 0:
-            return self.device_end - self.device_begin
-        return self.duration
+        begin, end = self.times
+        return end - begin
 
     @property
     def has_arena(self) -> bool:
         """Whether ``nbytes`` are those that the arena held."""
-        return self.sequence < 0 and not self.kind.endswith("_wholes")
+        return self.sequence < 0 and self.kind not in WHOLES
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fsdp_c.trace._data import Recorded, Span
+from fsdp_c.trace._data import WHOLES, Recorded, Span
 
 # Calls into fsdp_c: one after the other, the other kinds lie inside of them.
 CALLS = (
@@ -19,8 +19,6 @@ CALLS = (
     "finish_backward",
     "clip_grad_norm",
 )
-# A round of a whole_parameter_optimizer, outside of those calls.
-WHOLES = ("gather_wholes", "step_wholes", "scatter_wholes")
 LANE_OF = {
     "all_gather": "unshard",
     "reduce_scatter": "reduce",
@@ -337,7 +335,7 @@ def _exposed_on_device(spans: list[Span]) -> list[Slice]:
     return sorted(
         Slice(s.device_begin, s.device_end, s.unit, kinds[s.kind])
         for s in spans
-        if s.kind in kinds and s.device_begin >= 0 and s.device_end >= 0
+        if s.kind in kinds and s.has_device_times
     )
 
 

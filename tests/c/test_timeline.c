@@ -245,13 +245,18 @@ static int32_t mark(void *context, fsdp_lane lane) {
   return num_marks++;
 }
 
-TEST(test_marks_are_on_the_lane_that_works) {
+/* A unit on a device that marks its lanes. */
+static void start_marked(void) {
   model_init(&m, NULL);
   m.ops.mark = mark;
   num_marks = 0;
   memset(marked_lanes, 0, sizeof marked_lanes);
   model_plan_simple(&m, "root", 4);
   model_start(&m);
+}
+
+TEST(test_marks_are_on_the_lane_that_works) {
+  start_marked();
   CHECK_I64(num_marks, 0); /* nothing is recorded */
   start(1);
   PLAY("step");
@@ -276,12 +281,7 @@ TEST(test_marks_are_on_the_lane_that_works) {
 /* They have the bytes that they are given, and marks on COMPUTE. */
 TEST(test_rounds_of_whole_parameters) {
   int32_t before = 0;
-  model_init(&m, NULL);
-  m.ops.mark = mark;
-  num_marks = 0;
-  memset(marked_lanes, 0, sizeof marked_lanes);
-  model_plan_simple(&m, "root", 4);
-  model_start(&m);
+  start_marked();
   const fsdp_timeline_kind kind = FSDP_TIMELINE_STEP_WHOLES;
   CHECK_I64(fsdp_engine_begin_wholes(m.engine, kind, &before), 0);
   CHECK_I64(before, -1); /* nothing is recorded */

@@ -105,6 +105,11 @@ const fsdp_timeline_entry *fsdp_timeline_get(const fsdp_timeline *timeline,
   return &timeline->entries[(first + index) % timeline->capacity];
 }
 
+bool fsdp_timeline_is_of_wholes(int kind) {
+  return kind >= FSDP_TIMELINE_GATHER_WHOLES &&
+         kind <= FSDP_TIMELINE_SCATTER_WHOLES;
+}
+
 const char *fsdp_timeline_kind_name(int kind) {
   static const char *const names[FSDP_NUM_TIMELINE_KINDS] = {
       [FSDP_TIMELINE_STEP] = "step",

@@ -114,6 +114,9 @@ int64_t fsdp_timeline_num_lost(const fsdp_timeline *timeline);
 const fsdp_timeline_entry *fsdp_timeline_get(const fsdp_timeline *timeline,
                                              int64_t index);
 
+/* Whether it is of a round of whole parameters. */
+bool fsdp_timeline_is_of_wholes(int kind);
+
 /* "pre_forward" for FSDP_TIMELINE_PRE_FORWARD; static. NULL: no such kind. */
 const char *fsdp_timeline_kind_name(int kind);
 

@@ -23,11 +23,6 @@ static bool is_collective(fsdp_timeline_kind kind) {
          kind == FSDP_TIMELINE_ALL_REDUCE || kind == FSDP_TIMELINE_REDUCE_HOOK;
 }
 
-static bool is_of_wholes(fsdp_timeline_kind kind) {
-  return kind >= FSDP_TIMELINE_GATHER_WHOLES &&
-         kind <= FSDP_TIMELINE_SCATTER_WHOLES;
-}
-
 /* A mark on the lane on which the device does what the span is about. */
 static int32_t mark_lane(const fsdp_engine *engine, fsdp_timeline_kind kind) {
   const fsdp_device_ops *ops = &engine->ops;
@@ -78,7 +73,7 @@ void fsdp_engine_priv_end_span(const fsdp_engine *engine, const fsdp_unit *unit,
   };
   if (is_collective(span.kind)) {
     entry.sequence = engine->log.num_recorded - 1;
-  } else if (!is_of_wholes(span.kind)) {
+  } else if (!fsdp_timeline_is_of_wholes((int)span.kind)) {
     fsdp_arena_stats stats;
     fsdp_arena_get_stats(engine->arena, &stats);
     entry.nbytes = stats.held_nbytes;
