@@ -44,8 +44,8 @@ done:
   return status;
 }
 
-/* Whether the operation is done, or its event can never tell. Under the lock.
- */
+/* Whether the operation is done, or its event can never tell. Under
+ * the lock. */
 static fsdp_status query(const fsdp_nccl_events *events, void *event,
                          bool *is_done, fsdp_error *error) {
   FSDP_LOCAL_ERROR(cause);

@@ -69,8 +69,8 @@ typedef struct fsdp_nccl_channel {
   bool is_made;
   int made_result;
 
-  /* For the busy thread only, or for the one between group_begin and group_end.
-   */
+  /* For the busy thread only, or for the one between group_begin
+   * and group_end. */
   fsdp_nccl_comm *comm_in_use; /* `comm` when the channel was locked */
   bool is_group_open;
   void *stream;                       /* of the collectives */

@@ -74,8 +74,8 @@ typedef struct fsdp_nccl_events {
   void (*enter_thread)(void *context);
 } fsdp_nccl_events;
 
-/* As in ncclConfig_t. With FSDP_NCCL_CONFIG_UNDEFINED, or NULL, NCCL decides.
- */
+/* As in ncclConfig_t. With FSDP_NCCL_CONFIG_UNDEFINED, or NULL,
+ * NCCL decides. */
 typedef struct fsdp_nccl_tuning {
   int cga_cluster_size;
   int min_ctas;

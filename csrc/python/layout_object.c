@@ -210,8 +210,7 @@ static void layout_dealloc(PyObject *object) {
   Py_DECREF(type); /* instances of heap types own a reference to their type */
 }
 
-/* What Layout and Unit tell --------------------------------------------------
- */
+/* What Layout and Unit tell ------------------------------------------------ */
 
 PyObject *fsdp_layout_intersect(const fsdp_flat_layout *layout, PyObject *args,
                                 PyObject *kwargs) {

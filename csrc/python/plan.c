@@ -6,8 +6,7 @@
 #include "plan/step_plan.h"
 #include "python/convert.h"
 
-/* choose_alignment ----------------------------------------------------------
- */
+/* choose_alignment --------------------------------------------------------- */
 
 PyObject *fsdp_module_choose_alignment(PyObject *Py_UNUSED(module),
                                        PyObject *args, PyObject *kwargs) {
@@ -26,8 +25,7 @@ PyObject *fsdp_module_choose_alignment(PyObject *Py_UNUSED(module),
                        PyBool_FromLong(alignment.shards)); /* N steals */
 }
 
-/* Reading -------------------------------------------------------------------
- */
+/* Reading ------------------------------------------------------------------ */
 
 /* What plan_step was given, in C. Names and layouts are borrowed from tuples
  * that it owns. */
@@ -204,8 +202,7 @@ static int read_input(PyObject *module, PyObject *units, PyObject *events,
   return 0;
 }
 
-/* Telling -------------------------------------------------------------------
- */
+/* Telling ------------------------------------------------------------------ */
 
 /* Adds `value`, which it takes (NULL: an exception is set). 0, or -1. */
 static int add_item(PyObject *dict, const char *name, PyObject *value) {
@@ -292,8 +289,7 @@ static PyObject *report_dict(const fsdp_step_plan_report *report,
   return dict;
 }
 
-/* plan_step -----------------------------------------------------------------
- */
+/* plan_step ---------------------------------------------------------------- */
 
 PyObject *fsdp_module_plan_step(PyObject *module, PyObject *args,
                                 PyObject *kwargs) {

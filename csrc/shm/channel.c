@@ -88,8 +88,7 @@ static bool is_always_direct(const fsdp_shm_op *op) {
          op->descriptor.kind == FSDP_SHM_REDUCE_PARTS;
 }
 
-/* ---- Starting --------------------------------------------------------------
- */
+/* ---- Starting ------------------------------------------------------------ */
 
 /* Makes room for one more call at the end of the list. */
 static bool reserve_op(fsdp_shm_channel *channel) {
@@ -137,8 +136,7 @@ fsdp_status fsdp_shm_priv_channel_start(fsdp_shm *shm, fsdp_channel channel,
   return FSDP_OK;
 }
 
-/* ---- Writing ---------------------------------------------------------------
- */
+/* ---- Writing ------------------------------------------------------------- */
 
 static bool has_room(const fsdp_shm *shm, fsdp_channel channel) {
   const fsdp_shm_channel *self = &shm->channels[channel];
@@ -238,8 +236,7 @@ static bool write_slot(fsdp_shm *shm, fsdp_channel channel) {
   return true;
 }
 
-/* ---- Reading ---------------------------------------------------------------
- */
+/* ---- Reading ------------------------------------------------------------- */
 
 static bool is_filled(const fsdp_shm *shm, fsdp_channel channel, int64_t rank,
                       int64_t slot) {

@@ -9,8 +9,8 @@
 #include "base/alloc.h"
 #include "shm/shm_priv.h"
 
-/* Counts the slots that `sender` filled for `receiver`; written by the sender.
- */
+/* Counts the slots that `sender` filled for `receiver`; written by
+ * the sender. */
 static _Atomic int64_t *head_of(const fsdp_shm *shm, int64_t sender,
                                 int64_t receiver) {
   char *counters =
@@ -74,8 +74,7 @@ fsdp_status fsdp_shm_priv_messages_start(fsdp_shm *shm,
   return FSDP_OK;
 }
 
-/* ---- Progress --------------------------------------------------------------
- */
+/* ---- Progress ------------------------------------------------------------ */
 
 static bool can_go_on(const fsdp_shm *shm, const fsdp_shm_message *message) {
   const fsdp_shm_peer *peer = &shm->peers[message->peer];

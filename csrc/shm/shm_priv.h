@@ -367,8 +367,8 @@ FSDP_NODISCARD fsdp_status fsdp_shm_priv_lock(fsdp_shm *shm, fsdp_error *error);
 
 /* ---- progress.c: of a transport, and of all transports ---- */
 
-/* Progress of all calls and messages, once. Fails the transport on an error.
- */
+/* Progress of all calls and messages, once. Fails the transport on
+ * an error. */
 FSDP_NODISCARD fsdp_status fsdp_shm_priv_progress(fsdp_shm *shm,
                                                   fsdp_error *error);
 

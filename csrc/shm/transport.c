@@ -43,8 +43,7 @@ static int64_t or_default(int64_t option, int64_t value) {
   return option == 0 ? value : option;
 }
 
-/* ---- Life ------------------------------------------------------------------
- */
+/* ---- Life ---------------------------------------------------------------- */
 
 static void destroy_memory(fsdp_shm *shm) {
   if (shm == NULL) return;
@@ -180,8 +179,8 @@ static void configure(fsdp_shm *shm, const fsdp_shm_geometry *geometry,
   shm->is_crowded = is_crowded(shm->world_size);
 }
 
-/* Lays out the segments: rings for all calls, or for those that are not direct.
- */
+/* Lays out the segments: rings for all calls, or for those that are
+ * not direct. */
 static fsdp_status lay_out(const fsdp_shm_options *options, int64_t world_size,
                            bool is_direct, fsdp_shm_geometry *geometry,
                            fsdp_error *error) {
@@ -279,8 +278,7 @@ done:
   return status;
 }
 
-/* ---- Calls -----------------------------------------------------------------
- */
+/* ---- Calls --------------------------------------------------------------- */
 
 static uint64_t hash_of(const char *text) {
   uint64_t hash = UINT64_C(0xCBF29CE484222325); /* FNV-1a */
@@ -505,8 +503,7 @@ static void close_shared(fsdp_transport *transport, fsdp_shared *shared) {
   fsdp_shm_priv_close(shm_of(transport), shared);
 }
 
-/* ---- Waiting ---------------------------------------------------------------
- */
+/* ---- Waiting ------------------------------------------------------------- */
 
 /* With the mutex held. */
 static fsdp_status wait_locked(fsdp_shm *shm, fsdp_channel channel,

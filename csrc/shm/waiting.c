@@ -42,8 +42,7 @@ static fsdp_status fail_without(fsdp_shm *shm, int64_t peer,
   return fsdp_shm_priv_fail(shm, &failure, failure.message, error);
 }
 
-/* ---- Looking at the others -------------------------------------------------
- */
+/* ---- Looking at the others ----------------------------------------------- */
 
 static bool waits_for(const fsdp_shm *shm, const fsdp_shm_goal *goal,
                       int64_t peer) {
@@ -152,8 +151,7 @@ done:
   return status;
 }
 
-/* ---- Waiting ---------------------------------------------------------------
- */
+/* ---- Waiting ------------------------------------------------------------- */
 
 static void relax(const fsdp_shm *shm) {
   if (shm->is_crowded) {

@@ -208,8 +208,7 @@ void fsdp_torch_unit_set_watch(fsdp_torch_unit *unit,
  * exception. */
 int fsdp_torch_unit_show_kept(fsdp_torch_unit *unit, bool shows) FSDP_NOEXCEPT;
 
-/* Rows: see Note [Parameters by rows] in rows.cpp ---------------------------
- */
+/* Rows: see Note [Parameters by rows] in rows.cpp -------------------------- */
 
 /* Which of a parameter's objects its modules have registered. */
 typedef enum fsdp_torch_shown {
@@ -496,8 +495,8 @@ void fsdp_torch_unit_set_offload(fsdp_torch_unit *unit, int64_t min_nbytes,
  * push and pop them. */
 bool fsdp_torch_unit_begins_offload(const fsdp_torch_unit *unit) FSDP_NOEXCEPT;
 
-/* What the pack hook needs to know: a new reference, or NULL with an exception.
- */
+/* What the pack hook needs to know: a new reference, or NULL with
+ * an exception. */
 struct _object *fsdp_torch_offload_context(const fsdp_torch_unit *unit);
 
 /* Makes two functions torch's hooks for saved tensors, of this thread. 0, or -1

@@ -82,8 +82,8 @@ static void grads_free(void *context, void *owner) {
   unit->num_frees++;
 }
 
-/* Leaves the mean over the ranks, which is the gradient, in this rank's slot.
- */
+/* Leaves the mean over the ranks, which is the gradient, in this
+ * rank's slot. */
 static fsdp_status reduce_hook(void *context, void *owner, fsdp_lane lane,
                                int64_t segment, void *buffer,
                                fsdp_error *error) {

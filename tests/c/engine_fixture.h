@@ -36,8 +36,8 @@ typedef enum model_prefetch {
   NO_PREFETCH
 } model_prefetch;
 
-/* For all units of a model. All zero it is FULL_SHARD over two ranks in fp32.
- */
+/* For all units of a model. All zero it is FULL_SHARD over two ranks
+ * in fp32. */
 typedef struct model_options {
   int64_t world_size; /* 0: 2 */
   int64_t rank;

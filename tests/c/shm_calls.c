@@ -24,8 +24,7 @@ const shm_dtype shm_dtypes[SHM_NUM_DTYPES] = {
     {{25, 3}, false}, /* nobody's dtype: bytes all the same */
 };
 
-/* ---- Elements of each rank, known to all -----------------------------------
- */
+/* ---- Elements of each rank, known to all --------------------------------- */
 
 static uint64_t mix(uint64_t rank, uint64_t salt, uint64_t i) {
   uint64_t x = rank * UINT64_C(0x9E3779B97F4A7C15) + salt * 1315423911 + i;
@@ -208,8 +207,7 @@ static void sum_element(void *to, const shm_rank *self, const shm_call *call,
   write_sum(to, dtype, &total);
 }
 
-/* ---- One call of any kind --------------------------------------------------
- */
+/* ---- One call of any kind ------------------------------------------------ */
 
 bool shm_is_sum(shm_kind what) {
   return what == SCATTER || what == REDUCE;

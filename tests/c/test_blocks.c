@@ -95,8 +95,7 @@ TEST(test_blocks_beyond_int64_are_refused) {
   }
 }
 
-/* The checks ----------------------------------------------------------------
- */
+/* The checks --------------------------------------------------------------- */
 
 /* Whether a boundary within the parameter lies at the end of a block. */
 static bool is_whole_there(sizes param, int64_t offset, int64_t shard_numel) {
@@ -249,8 +248,7 @@ TEST(test_rows_of_a_layer_pad_little) {
   }
 }
 
-/* A whole layout --------------------------------------------------------------
- */
+/* A whole layout ----------------------------------------------------------- */
 
 static const fsdp_dtype f32 = {1, 4};
 

@@ -245,8 +245,8 @@ TEST(test_checked_order) {
   PLAY("end");
 }
 
-/* Nobody waits after a module raised: the others may be waiting for this rank.
- */
+/* Nobody waits after a module raised: the others may be waiting for
+ * this rank. */
 TEST(test_forward_that_raises) {
   start(NULL, true);
   PLAY("eval; enter root; enter a");

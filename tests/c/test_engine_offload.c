@@ -258,8 +258,8 @@ TEST(test_forward_does_not_wait) {
   CHECK(strstr(recorder_race(m.device), "write by host, not after read of") !=
         NULL);
   recorder_clear_race(m.device);
-  /* Unless it asks: for a load, or memory that the user put in a shard's place.
-   */
+  /* Unless it asks: for a load, or memory that the user put in a
+   * shard's place. */
   PLAY("forward");
   CHECK_OK(fsdp_engine_join_host(m.engine, NULL));
   PLAY("optimizer");

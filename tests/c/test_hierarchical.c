@@ -134,8 +134,7 @@ TEST(test_ranks_wait_in_their_own_order) {
   shm_run(6, run_at_random, &num_local);
 }
 
-/* ---- Failures --------------------------------------------------------------
- */
+/* ---- Failures ------------------------------------------------------------ */
 
 enum { VICTIM = 3, NUMEL = 3000 };
 
@@ -271,8 +270,7 @@ TEST(test_hierarchical_needs_hosts_and_ranks) {
   CHECK(transport == NULL);
 }
 
-/* ---- Layout ----------------------------------------------------------------
- */
+/* ---- Layout -------------------------------------------------------------- */
 
 static void check_layout(const char *ranks, int64_t num_hosts,
                          int64_t num_local) {

@@ -77,8 +77,7 @@ static bool same(double a, double b) {
   return a == b && signbit(a) == signbit(b);
 }
 
-/* ---- Values ---------------------------------------------------------------
- */
+/* ---- Values -------------------------------------------------------------- */
 
 static uint32_t random_bits(uint64_t *seed) {
   return (uint32_t)check_random(seed, INT64_C(1) << 16) << 16 |
@@ -262,8 +261,7 @@ TEST(test_loops) {
   printf("lanes: %s\n", fsdp_host_priv_lanes()->name);
 }
 
-/* ---- Kernels --------------------------------------------------------------
- */
+/* ---- Kernels ------------------------------------------------------------- */
 
 /* All pairs, those through blocks too, and the same memory on both sides. */
 static void check_accumulate(int to, int from, int64_t numel, double scale,
@@ -382,8 +380,7 @@ TEST(test_refused_items_write_nothing) {
   CHECK(integers[0] == 6 && integers[1] == 6);
 }
 
-/* ---- Sums -----------------------------------------------------------------
- */
+/* ---- Sums ---------------------------------------------------------------- */
 
 /* destination: -1 apart, else the piece that it is. */
 static void check_sum(int dtype, int64_t num_pieces, int64_t numel,

@@ -323,8 +323,7 @@ static bool leave_all_in_flight(void) {
   return true;
 }
 
-/* ---- Operations that end one after another ---------------------------------
- */
+/* ---- Operations that end one after another ------------------------------- */
 
 enum { PACE_MS = 300, NUM_PACED = 5 };
 

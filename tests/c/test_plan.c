@@ -548,8 +548,8 @@ TEST(test_offload_of_activations) {
     self.events[i].offload_nbytes = self.events[i].nbytes;
   }
   const fsdp_step_plan_report *report = run(&self);
-  /* In the backward of b, when the gradients of c are there, whole and sharded.
-   */
+  /* In the backward of b, when the gradients of c are there, whole
+   * and sharded. */
   const int64_t shard = 2 * NUMEL * 4 / WORLD_SIZE;
   CHECK_I64(report->peak_nbytes, peak - 1000000 + shard + 2 * NUMEL * 2);
   CHECK_I64(report->at_peak[FSDP_COUNTED_ACTIVATIONS], 2000000);

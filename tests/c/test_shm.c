@@ -18,15 +18,14 @@ static const int64_t g_numels[] = {0,   1,   3,    63,   127,  128,  255, 256,
                                    257, 341, 1023, 1024, 1025, 4097, 9999};
 enum { NUM_NUMELS = sizeof g_numels / sizeof g_numels[0] };
 
-/* ---- Tests -----------------------------------------------------------------
- */
+/* ---- Tests --------------------------------------------------------------- */
 
 static void every_case(const shm_rank *self) {
   fsdp_shm_options options = shm_options("every");
   options.ring_nbytes = *(const int64_t *)self->context;
   fsdp_transport *transport = shm_create(self, &options);
-  /* With many ranks every third: the kinds and dtypes come round all the same.
-   */
+  /* With many ranks every third: the kinds and dtypes come round all
+   * the same. */
   const int64_t stride = self->world_size > 3 ? 3 : 1;
   for (int64_t i = 0; i < NUM_KINDS * SHM_NUM_DTYPES * NUM_NUMELS;
        i += stride) {
@@ -90,8 +89,7 @@ TEST(test_nothing_has_no_memory) {
   }
 }
 
-/* ---- Many calls at once ----------------------------------------------------
- */
+/* ---- Many calls at once -------------------------------------------------- */
 
 enum { NUM_STEPS = 300, MAX_IN_FLIGHT = 12, NUM_TRANSPORTS = 2 };
 
@@ -174,8 +172,7 @@ TEST(test_random_calls_in_flight) {
   }
 }
 
-/* ---- Threads ---------------------------------------------------------------
- */
+/* ---- Threads ------------------------------------------------------------- */
 
 typedef struct lane {
   const shm_rank *self;
@@ -223,8 +220,7 @@ TEST(test_ranks_that_are_threads) {
   CHECK_I64(shm_num_segments(), 0);
 }
 
-/* ---- Barriers --------------------------------------------------------------
- */
+/* ---- Barriers ------------------------------------------------------------ */
 
 /* After it nobody has come less far than anybody before it. */
 static void meet_at_barriers(const shm_rank *self) {
@@ -244,8 +240,7 @@ TEST(test_barriers) {
   shm_run(3, meet_at_barriers, shm_shared(sizeof(int32_t)));
 }
 
-/* ---- Giving up -------------------------------------------------------------
- */
+/* ---- Giving up ----------------------------------------------------------- */
 
 enum { VICTIM = 1 };
 

@@ -86,8 +86,7 @@ static fsdp_status run_call_together(fsdp_transport *transport, what kind,
   return wait_call(transport, kind, ticket, error);
 }
 
-/* ---- Ranks that go ---------------------------------------------------------
- */
+/* ---- Ranks that go ------------------------------------------------------- */
 
 enum { VICTIM = 1 };
 
@@ -240,8 +239,7 @@ TEST(test_what_was_written_before_leaving_counts) {
   shm_run(2, leave_after, NULL);
 }
 
-/* ---- Ranks that differ -----------------------------------------------------
- */
+/* ---- Ranks that differ --------------------------------------------------- */
 
 typedef struct difference {
   const char *says; /* of the call that rank 0 alone makes */
@@ -368,8 +366,7 @@ TEST(test_every_allocation_of_a_call_can_fail) {
   shm_run(2, call_with_failing_allocations, NULL);
 }
 
-/* ---- Arguments -------------------------------------------------------------
- */
+/* ---- Arguments ----------------------------------------------------------- */
 
 static void pass_bad_arguments(const shm_rank *self) {
   fsdp_transport *transport = shm_join(self, "bad");
@@ -416,8 +413,7 @@ TEST(test_bad_arguments_change_nothing) {
   shm_run(2, pass_bad_arguments, NULL);
 }
 
-/* ---- Forks -----------------------------------------------------------------
- */
+/* ---- Forks --------------------------------------------------------------- */
 
 static void fork_one(const shm_rank *self) {
   fsdp_transport *transport = shm_join(self, "fork");

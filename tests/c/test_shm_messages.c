@@ -34,8 +34,7 @@ static bool is_closed(fsdp_transport *transport, int64_t peer) {
   return ((fsdp_shm *)transport)->peers[peer].is_closed;
 }
 
-/* ---- Contents --------------------------------------------------------------
- */
+/* ---- Contents ------------------------------------------------------------ */
 
 static unsigned char message_byte(int64_t from, int64_t to, int64_t i) {
   return (unsigned char)(from * 89 + to * 57 + i * 7 + i / 251);
@@ -134,8 +133,7 @@ TEST(test_messages_keep_their_order) {
   }
 }
 
-/* ---- A kernel that forbids it ----------------------------------------------
- */
+/* ---- A kernel that forbids it -------------------------------------------- */
 
 /* From now on the call of the kernel gives EPERM, as in many containers. */
 static void forbid(unsigned call) {
@@ -208,8 +206,7 @@ TEST(test_only_who_may_not_write_changes_its_way) {
   shm_run(2, look_which_way, NULL);
 }
 
-/* ---- Failures --------------------------------------------------------------
- */
+/* ---- Failures ------------------------------------------------------------ */
 
 static void send_another_size(const shm_rank *self) {
   const fsdp_shm_options options =

@@ -104,8 +104,7 @@ static void end(const shards *self) {
   fsdp_host_space_free(self->region.data, self->region.nbytes);
 }
 
-/* ---- Tests -----------------------------------------------------------------
- */
+/* ---- Tests --------------------------------------------------------------- */
 
 static void read_each_other(const shm_rank *self) {
   shards s = begin(self, "read", true);

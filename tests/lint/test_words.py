@@ -113,3 +113,16 @@ def test_no_file_is_too_long() -> None:
     }
     too_long = {name: num for name, num in lengths.items() if num > MAX_LINES}
     assert not too_long, f"over {MAX_LINES} lines, usually two concepts: {too_long}"
+
+
+def test_ends_of_comments_have_company() -> None:
+    """A comment a little too long for its line leaves its end alone on the next."""
+    alone = re.compile(r"/\*.*\S.*\n\s*\*/")
+    wrong = [
+        f"{path.relative_to(ROOT)}:{text.count(chr(10), 0, found.start()) + 1}"
+        for path in C_FILES
+        for text in [path.read_text("utf-8")]
+        for found in alone.finditer(text)
+        if "*/" not in found.group().split("\n")[0]
+    ]
+    assert not wrong, "\n".join(wrong)

@@ -141,8 +141,8 @@ static inline uint64_t load_8(const unsigned char *bytes) {
   return word;
 }
 
-/* The register `crc` after 3 * length.nbytes bytes. See Note [Three streams].
- */
+/* The register `crc` after 3 * length.nbytes bytes. See Note
+ * [Three streams]. */
 WITH_INSTRUCTION
 static uint32_t add_stretch(uint32_t crc, const unsigned char *bytes,
                             stretch length) {

@@ -82,8 +82,7 @@ static int most_common_first(const void *a, const void *b) {
   return first->numel > second->numel ? -1 : 1;
 }
 
-/* Placement in shards of one size -------------------------------------------
- */
+/* Placement in shards of one size ------------------------------------------ */
 
 /* The first offset >= `begin` from which blocks end at `boundary`, or -1. */
 static int64_t aligned_start(const placing *self, int64_t begin, int64_t block,
@@ -165,8 +164,7 @@ static bool place_items(placing *self, int64_t shard_numel) {
   return true;
 }
 
-/* The search ------------------------------------------------------------------
- */
+/* The search --------------------------------------------------------------- */
 
 /* The least size that can do. */
 static int64_t lower_bound(const placing *self) {

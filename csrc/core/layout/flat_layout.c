@@ -184,8 +184,8 @@ typedef struct placed_param {
   int64_t param;
 } placed_param;
 
-/* What has no elements stands before what has some, so that ends ascend, too.
- */
+/* What has no elements stands before what has some, so that ends
+ * ascend, too. */
 static int lowest_first(const void *a, const void *b) {
   const placed_param *first = a, *second = b;
   if (first->slot.offset != second->slot.offset) {

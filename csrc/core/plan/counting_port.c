@@ -149,8 +149,7 @@ static fsdp_status event_synchronize(void *context, fsdp_event *event,
   return FSDP_OK;
 }
 
-/* Data: there is none. ------------------------------------------------------
- */
+/* Data: there is none. ----------------------------------------------------- */
 
 static fsdp_status pack(void *context, fsdp_lane lane,
                         const fsdp_pack_item *items, int64_t num_items,

@@ -198,8 +198,7 @@ done:
   return status;
 }
 
-/* Making and taking apart ---------------------------------------------------
- */
+/* Making and taking apart -------------------------------------------------- */
 
 static fsdp_status make_unit(plan_run *run, int64_t index, fsdp_error *error) {
   const fsdp_step_unit *plan = &run->options->units[index];

@@ -65,8 +65,7 @@ static fsdp_status group_edge(fsdp_transport *transport, const fsdp_call *call,
   return FSDP_OK;
 }
 
-/* Failures -----------------------------------------------------------------
- */
+/* Failures ----------------------------------------------------------------- */
 
 static void give_up_parts(hierarchical *self, const char *cause) {
   fsdp_transport *const parts[] = {self->parts.local,
@@ -95,31 +94,31 @@ static fsdp_status fail(hierarchical *self, const op *failed, const char *level,
   return first_failure(self, error);
 }
 
-/* The levels ---------------------------------------------------------------
- */
+/* The levels --------------------------------------------------------------- */
 
-static fsdp_call call_of(const op *done, fsdp_channel channel, void *scratch) {
+static fsdp_call call_of(const op *running, fsdp_channel channel,
+                         void *scratch) {
   return (fsdp_call){.channel = channel,
-                     .label = done->label[0] == '\0' ? NULL : done->label,
+                     .label = running->label[0] == '\0' ? NULL : running->label,
                      .scratch = scratch};
 }
 
-static fsdp_status wait_for_local(hierarchical *self, const op *done,
+static fsdp_status wait_for_local(hierarchical *self, const op *running,
                                   uint64_t ticket, fsdp_error *error) {
   fsdp_transport *local = self->parts.local;
-  return local->ops->wait(local, done->channel, ticket, error);
+  return local->ops->wait(local, running->channel, ticket, error);
 }
 
 /* Where gathers, or reductions, go between hosts. */
-static fsdp_channel peers_channel(const op *done) {
-  return done->kind == ALL_GATHER || done->kind == BROADCAST
+static fsdp_channel peers_channel(const op *running) {
+  return running->kind == ALL_GATHER || running->kind == BROADCAST
              ? FSDP_CHANNEL_GATHER
              : FSDP_CHANNEL_REDUCE;
 }
 
-static fsdp_status wait_for_peers(hierarchical *self, const op *done,
+static fsdp_status wait_for_peers(hierarchical *self, const op *running,
                                   uint64_t ticket, fsdp_error *error) {
-  const fsdp_channel channel = peers_channel(done);
+  const fsdp_channel channel = peers_channel(running);
   fsdp_transport *peers = self->parts.peers[channel];
   return peers->ops->wait(peers, channel, ticket, error);
 }
@@ -355,8 +354,7 @@ static fsdp_status end_op(hierarchical *self, const op *ending,
   return fail(self, ending, level, &cause, error);
 }
 
-/* The queue ----------------------------------------------------------------
- */
+/* The queue ---------------------------------------------------------------- */
 
 static fsdp_status append(hierarchical *self, op **added, fsdp_error *error) {
   if (self->end == self->capacity && self->first > 0) {
@@ -427,8 +425,7 @@ static fsdp_status wait_for(fsdp_transport *transport, fsdp_channel channel,
   return status;
 }
 
-/* The table ----------------------------------------------------------------
- */
+/* The table ---------------------------------------------------------------- */
 
 static fsdp_status all_gather(fsdp_transport *transport, const fsdp_call *call,
                               void *output, const void *input,

@@ -20,8 +20,8 @@ typedef struct fsdp_host_layout {
                         or ranks that do not follow each other */
 } fsdp_host_layout;
 
-/* hosts: the name of each rank's host, `world_size` >= 1 of them. Cannot fail.
- */
+/* hosts: the name of each rank's host, `world_size` >= 1 of them.
+ * Cannot fail. */
 fsdp_host_layout fsdp_host_layout_of(const char *const *hosts,
                                      int64_t world_size);
 

@@ -81,8 +81,8 @@ static int64_t own_slot(const merging *self, const flight *channel) {
   return channel->kind == ALL_REDUCE ? 0 : self->rank;
 }
 
-/* Copies between the slots [begin, end) of the calls' buffers and of `memory`.
- */
+/* Copies between the slots [begin, end) of the calls' buffers and
+ * of `memory`. */
 static void copy_slots(flight *channel, int64_t begin, int64_t end,
                        bool is_packing) {
   for (int64_t slot = begin; slot < end; slot++) {
@@ -119,8 +119,7 @@ static void unpack(const merging *self, flight *channel) {
   }
 }
 
-/* Calls ---------------------------------------------------------------------
- */
+/* Calls -------------------------------------------------------------------- */
 
 static fsdp_status make_call(merging *self, call_kind kind, fsdp_dtype dtype,
                              const fsdp_call *call, const small_call *what,
@@ -231,8 +230,7 @@ static fsdp_status open_flight(merging_channel *channel, fsdp_error *error) {
   return FSDP_OK;
 }
 
-/* The table ------------------------------------------------------------------
- */
+/* The table ---------------------------------------------------------------- */
 
 static fsdp_status group_begin(fsdp_transport *transport, const fsdp_call *call,
                                fsdp_error *error) {

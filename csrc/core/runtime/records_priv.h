@@ -91,8 +91,8 @@ typedef struct fsdp_unit_step {
 } fsdp_unit_step;
 
 struct fsdp_unit {
-  /* Only what does not change: name points at `name`, segments at `segments`.
-   */
+  /* Only what does not change: name points at `name`, segments
+   * at `segments`. */
   fsdp_unit_options options;
   fsdp_unit_settings settings; /* the port's; engine.c: sync */
   char *name;

@@ -207,8 +207,7 @@ done:
   return status;
 }
 
-/* Partial gradient ----------------------------------------------------------
- */
+/* Partial gradient --------------------------------------------------------- */
 
 /* partial (+)= slot, or the other way round, `scale` times. */
 static fsdp_status add_partial(fsdp_unit *unit, fsdp_lane lane, bool to_slot,
@@ -233,8 +232,7 @@ static fsdp_status add_partial(fsdp_unit *unit, fsdp_lane lane, bool to_slot,
   return fsdp_unit_priv_accumulate_items(unit, lane, num_items, scale, error);
 }
 
-/* Sharded gradient ----------------------------------------------------------
- */
+/* Sharded gradient --------------------------------------------------------- */
 
 /* The event of `lane`. It can be recorded: its last record was waited for at
  * once. */

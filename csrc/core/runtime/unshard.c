@@ -63,8 +63,8 @@ done:
   return status;
 }
 
-/* Gives back what this unshard took; the work now on `last_use` was its last.
- */
+/* Gives back what this unshard took; the work now on `last_use` was
+ * its last. */
 static fsdp_status give_block(fsdp_unit *unit, fsdp_lane last_use,
                               fsdp_error *error) {
   if (unit->is_in_place) {

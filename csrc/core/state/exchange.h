@@ -80,8 +80,8 @@ typedef struct fsdp_exchange_message {
 
 typedef struct fsdp_exchange fsdp_exchange;
 
-/* What an item has in bytes, replicas counted once; INT64_MAX stands for more.
- */
+/* What an item has in bytes, replicas counted once; INT64_MAX stands
+ * for more. */
 typedef struct fsdp_exchange_size {
   int64_t nbytes;        /* of all that is held */
   int64_t packed_nbytes; /* of that, what goes in pieces of fewer bytes than

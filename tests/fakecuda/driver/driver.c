@@ -104,8 +104,7 @@ CUresult cuPointerGetAttribute(void *value, CUpointer_attribute attribute,
                                (int)attribute);
 }
 
-/* ---- Memory in parts -------------------------------------------------------
- */
+/* ---- Memory in parts ----------------------------------------------------- */
 
 /* A handle of memory is a file that lies nowhere, and its size. */
 typedef struct memory {
@@ -240,8 +239,7 @@ CUresult cuMemUnmap(CUdeviceptr address, size_t nbytes) {
   return CUDA_SUCCESS;
 }
 
-/* ---- By name ---------------------------------------------------------------
- */
+/* ---- By name ------------------------------------------------------------- */
 
 /* What is looked up and not here is refused when it is called, by its name. */
 enum { MAX_UNSUPPORTED = 64 };

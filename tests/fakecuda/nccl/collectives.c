@@ -120,8 +120,8 @@ static void reduce_piece(comm *self, void *into, size_t skipped, size_t numel,
   }
 }
 
-/* What the rank makes of the pieces that all ranks wrote for [offset, + numel).
- */
+/* What the rank makes of the pieces that all ranks wrote for
+ * [offset, + numel). */
 static void read_pieces(comm *self, const operation *op, size_t offset,
                         size_t numel) {
   const size_t size = size_of(op->dtype);
@@ -248,8 +248,7 @@ static void run_launch(void *argument) {
   if (is_usable(self->comm)) run_messages(self);
 }
 
-/* ---- Launching --------------------------------------------------------------
- */
+/* ---- Launching ----------------------------------------------------------- */
 
 static void drop_launch(void *argument) {
   launch *self = argument;

@@ -63,8 +63,7 @@ void comm_leave(comm *self) {
   comm_release(self);
 }
 
-/* ---- Meeting ---------------------------------------------------------------
- */
+/* ---- Meeting ------------------------------------------------------------- */
 
 static void pause_us(long us) {
   const struct timespec pause = {.tv_nsec = us * 1000};

@@ -20,8 +20,7 @@
 
 enum { NAME_NBYTES = 64, PIECE = 1 << 20, LETTER = 1 << 16 };
 
-/* ---- The shared segment: segment.c -----------------------------------------
- */
+/* ---- The shared segment: segment.c --------------------------------------- */
 
 /* What a rank is about to do; the same on all, or nobody does it. */
 typedef struct description {
@@ -114,8 +113,7 @@ bool reduce(void *into, char *const *operands, int num_operands, size_t numel,
 bool multiply(void *data, size_t numel, ncclDataType_t dtype, double factor);
 double read_scalar(const void *data, ncclDataType_t dtype);
 
-/* ---- For tests ------------------------------------------------------------
- */
+/* ---- For tests ----------------------------------------------------------- */
 
 /* Launches of this process so far (a group counts once), communicators ever
  * made, how the last one was configured. */

@@ -30,8 +30,8 @@ static void run_fill(void *argument) {
   memset(self->to, self->value, self->nbytes);
 }
 
-/* Refuses memory of a device that is not one block from its begin to its end.
- */
+/* Refuses memory of a device that is not one block from its begin to
+ * its end. */
 static cudaError_t check(const char *call, const void *data, size_t nbytes,
                          const fake_region *region) {
   if (region->kind == FAKE_UNKNOWN ||

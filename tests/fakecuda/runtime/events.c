@@ -10,8 +10,8 @@
 #define MAGIC UINT64_C(0x6576656e74732121)
 enum { QUARANTINE = 4096 };
 
-/* When the device came by; the event's, and that of tasks that will write it.
- */
+/* When the device came by; the event's, and that of tasks that will
+ * write it. */
 typedef struct stamp {
   atomic_int num_references;
   struct timespec time;
@@ -270,8 +270,7 @@ cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t start,
   return fake_result(cudaSuccess);
 }
 
-/* ---- Callbacks -------------------------------------------------------------
- */
+/* ---- Callbacks ----------------------------------------------------------- */
 
 typedef struct callback {
   cudaHostFn_t function;

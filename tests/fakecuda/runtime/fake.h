@@ -116,8 +116,8 @@ bool fake_graph_is_capturing(void);
 bool fake_graph_forbids(const char *call);
 /* The capture failed; the first reason stays. Nothing outside a capture. */
 void fake_graph_fail(const char *call, const char *reason);
-/* For streams.c. Captures a task of a capturing stream; 0: it does not capture.
- */
+/* For streams.c. Captures a task of a capturing stream; 0: it does
+ * not capture. */
 uint64_t fake_graph_add(fake_stream *stream, fake_task task, fake_task drop,
                         void *argument);
 uint64_t fake_graph_last(const fake_stream *stream); /* likewise 0 */
@@ -153,8 +153,8 @@ typedef struct fake_region {
 void fake_region_add(const fake_region *region);
 /* Removes the region that starts there; false: there is none of this kind. */
 bool fake_region_remove(void *data, fake_kind kind, fake_region *removed);
-/* The region that the address is in; its kind is FAKE_UNKNOWN outside of all.
- */
+/* The region that the address is in; its kind is FAKE_UNKNOWN outside
+ * of all. */
 fake_region fake_region_of(const void *data);
 /* Whether one allocation, or one mapping, has all of it. */
 FAKE_API bool fakecuda_is_one_region(const void *data, size_t nbytes);

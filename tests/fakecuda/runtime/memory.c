@@ -259,8 +259,7 @@ cudaError_t cudaFreeAsync(void *data, cudaStream_t handle) {
   return fake_result(cudaSuccess);
 }
 
-/* ---- Pools: the device's default one, which keeps nothing ------------------
- */
+/* ---- Pools: the device's default one, which keeps nothing ---------------- */
 
 cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t *pool, int device) {
   FAKE_ENTER();
@@ -324,8 +323,7 @@ cudaError_t cudaDeviceSetGraphMemAttribute(
   return fake_result(cudaSuccess);
 }
 
-/* ---- Pinned memory ---------------------------------------------------------
- */
+/* ---- Pinned memory ------------------------------------------------------- */
 
 cudaError_t cudaHostAlloc(void **data, size_t nbytes, unsigned flags) {
   FAKE_ENTER();
