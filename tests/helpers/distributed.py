@@ -152,14 +152,11 @@ def fork_server() -> Any:
 class Pool:
     """The worker processes of one world size and device."""
 
-    def __init__(
-        self, world_size: int, device: str = TEST_DEVICE, *, hides_gpus: bool = False
-    ) -> None:
+    def __init__(self, world_size: int, device: str = TEST_DEVICE) -> None:
         self.world_size = world_size
         self.device = device
         # fully_shard() without a mesh, as frameworks, takes a GPU that it sees.
-        hides_gpus = hides_gpus or device == "cpu"
-        self._hidden = {"CUDA_VISIBLE_DEVICES": ""} if hides_gpus else {}
+        self._hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
         self.num_tasks = 0
         self._directory = tempfile.TemporaryDirectory(prefix="fsdp_c_test_")
         self._workers: list[_Worker] = []
@@ -328,12 +325,12 @@ def _code_of(path: str) -> bytes:
 # Of all pools of a pytest process on a device, of which each rank takes 0.8 GiB.
 MAX_RANKS_ON_DEVICE = 6
 
-_pools: dict[tuple[int, str, bool], Pool] = {}  # the last used one is the last
+_pools: dict[tuple[int, str], Pool] = {}  # the last used one is the last
 
 
-def _pool_of(world_size: int, device: str, *, hides_gpus: bool) -> Pool:
+def _pool_of(world_size: int, device: str) -> Pool:
     """Return the pool of such ranks; on a device end others that leave no room."""
-    key = (world_size, device, hides_gpus)
+    key = (world_size, device)
     pool = _pools.pop(key, None)
     if pool is None:
         if device != "cpu":
@@ -341,7 +338,7 @@ def _pool_of(world_size: int, device: str, *, hides_gpus: bool) -> Pool:
                 if not _pools:
                     break
                 _pools.pop(next(iter(_pools))).close()
-        pool = Pool(world_size, device, hides_gpus=hides_gpus)
+        pool = Pool(world_size, device)
     _pools[key] = pool
     return pool
 
@@ -358,13 +355,11 @@ def run_task(
     arguments: dict[str, Any],
     timeout_s: float = DEFAULT_TIMEOUT_S,
     device: str = TEST_DEVICE,
-    *,
-    hides_gpus: bool = False,
 ) -> None:
     """Run ``body`` on ``world_size`` ranks; raise pytest's outcome of it."""
     timeout_s *= float(os.environ.get("FSDP_C_TEST_TIMEOUT_FACTOR", "1"))
-    key = (world_size, device, hides_gpus)
-    pool = _pool_of(world_size, device, hides_gpus=hides_gpus)
+    key = (world_size, device)
+    pool = _pool_of(world_size, device)
     pool.num_tasks += 1
     path = sys.modules[body.__module__].__file__  # a decorator's body is elsewhere
     assert path is not None, body
@@ -427,7 +422,6 @@ def distributed(
     *,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     device: str = TEST_DEVICE,
-    hides_gpus: bool = False,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make ``test_x(rank, world_size, ...)`` a test on ``world_size`` ranks.
 
@@ -435,16 +429,13 @@ def distributed(
         world_size: Ranks; a sequence runs the test once for each.
         timeout_s: Seconds after which the ranks' stacks are shown and they end.
         device: "cpu" or "cuda"; by default what FSDP_C_TEST_DEVICE says.
-        hides_gpus: Run in workers of their own, which see no GPU. The CPU's never do.
     """
     sizes = [world_size] if isinstance(world_size, int) else list(world_size)
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)
         def test(world_size: int, **arguments: Any) -> None:
-            run_task(
-                body, world_size, arguments, timeout_s, device, hides_gpus=hides_gpus
-            )
+            run_task(body, world_size, arguments, timeout_s, device)
 
         signature = inspect.signature(body)
         named = {

@@ -1,13 +1,12 @@
 """A test worker as a process that torchrun or accelerate started, for a while."""
 
 import contextlib
-import functools
 import os
 from collections.abc import Iterator
 
 import torch
 
-from helpers.distributed import TEST_DEVICE, distributed
+from helpers.distributed import TEST_DEVICE
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -16,8 +15,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
 
 ON_CPU = TEST_DEVICE == "cpu"
-# accelerate and the Trainer take a GPU that they see, also when told to use the CPU.
-on_ranks = functools.partial(distributed, hides_gpus=ON_CPU)
 
 # What launchers and accelerate's classes write; taken back after each test.
 _PREFIXES = ("ACCELERATE_", "FSDP_", "FORK_LAUNCHED", "MASTER_")

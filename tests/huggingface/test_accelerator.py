@@ -16,9 +16,10 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 import fsdp_c
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import ShardingStrategy
+from helpers.distributed import distributed
 from helpers.groups import groups_destroyed
 from helpers.hf_models import build, clean, data
-from helpers.hf_process import ON_CPU, launched, on_ranks
+from helpers.hf_process import ON_CPU, launched
 from helpers.hf_training import WORLD, cases, whole_weights
 from helpers.shared_folder import shared_folder
 
@@ -154,7 +155,7 @@ def _folder(rank: int, **env: str) -> Iterator[Path]:
         ShardingStrategy.__members__, {*ShardingStrategy.__members__} - {"FULL_SHARD"}
     ),
 )
-@on_ranks(world_size=WORLD, timeout_s=TIMEOUT_S)
+@distributed(world_size=WORLD, timeout_s=TIMEOUT_S)
 def test_strategy(rank: int, strategy: str, accumulate: int) -> None:
     expected, _ = _reference("llama", 4, WORLD * accumulate)
     with _folder(rank):
@@ -175,7 +176,7 @@ _ACCUMULATING = [("llama", 2), ("gpt2", 1), ("lora", 2)]
 
 
 @pytest.mark.parametrize("case", cases(_ACCUMULATING, _ACCUMULATING[1:]))
-@on_ranks(world_size=WORLD, timeout_s=TIMEOUT_S)
+@distributed(world_size=WORLD, timeout_s=TIMEOUT_S)
 def test_version_2(rank: int, case: tuple[str, int]) -> None:
     name, accumulate = case
     expected, _ = _reference(name, 4, WORLD * accumulate)
@@ -192,7 +193,7 @@ _MODELS = list(product(("gpt2", "t5", "lora"), (True, False)))
 
 
 @pytest.mark.parametrize("case", cases(_MODELS, _MODELS[1:-1]))
-@on_ranks(world_size=WORLD, timeout_s=TIMEOUT_S)
+@distributed(world_size=WORLD, timeout_s=TIMEOUT_S)
 def test_model(rank: int, case: tuple[str, bool]) -> None:
     name, use_orig_params = case
     expected, _ = _reference(name, 4, WORLD)
@@ -215,7 +216,7 @@ _COMMON = [("gpt2", 1, KINDS[1]), ("gpt2", 2, KINDS[0])]
 
 
 @pytest.mark.parametrize("case", cases(_SAVES, set(_SAVES) - set(_COMMON)))
-@on_ranks(world_size=WORLD, timeout_s=TIMEOUT_S)
+@distributed(world_size=WORLD, timeout_s=TIMEOUT_S)
 def test_save_state_and_load_state(rank: int, case: tuple[str, int, str]) -> None:
     """Two steps, a checkpoint, two more: again from the checkpoint, the same bits."""
     name, version, kind = case
@@ -254,7 +255,7 @@ def _save_and_load_state(
 @pytest.mark.parametrize(
     "case", cases([(KINDS[0], 1), (KINDS[1], 1), (KINDS[1], 2)], [(KINDS[1], 1)])
 )
-@on_ranks(world_size=WORLD, timeout_s=TIMEOUT_S)
+@distributed(world_size=WORLD, timeout_s=TIMEOUT_S)
 def test_save_pretrained(rank: int, case: tuple[str, int]) -> None:
     from safetensors.torch import load_file
     from transformers import LlamaForCausalLM
@@ -292,7 +293,7 @@ def test_save_pretrained(rank: int, case: tuple[str, int]) -> None:
         del loop, accelerator
 
 
-@on_ranks(world_size=WORLD, timeout_s=TIMEOUT_S)
+@distributed(world_size=WORLD, timeout_s=TIMEOUT_S)
 def test_wrapped_before_prepare(rank: int) -> None:
     """A model that the user wrapped: accelerate must leave it as it is."""
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -313,7 +314,7 @@ def test_wrapped_before_prepare(rank: int) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-@on_ranks(world_size=WORLD, timeout_s=TIMEOUT_S)
+@distributed(world_size=WORLD, timeout_s=TIMEOUT_S)
 def test_no_sync(rank: int, version: int) -> None:
     """accelerator.no_sync(): no gradient is reduced inside, all are afterwards."""
     with _folder(rank):
@@ -331,7 +332,7 @@ def test_no_sync(rank: int, version: int) -> None:
         del loop, model, loader, accelerator
 
 
-@on_ranks(world_size=WORLD, timeout_s=TIMEOUT_S)
+@distributed(world_size=WORLD, timeout_s=TIMEOUT_S)
 def test_ignored_modules_by_name(rank: int) -> None:
     with _folder(rank):
         accelerator = _accelerator(ignored_modules=r".*norm")
@@ -352,7 +353,7 @@ def _sharded_names(model: Any) -> set[str]:
     }
 
 
-@on_ranks(world_size=WORLD, timeout_s=TIMEOUT_S)
+@distributed(world_size=WORLD, timeout_s=TIMEOUT_S)
 def test_weights_loaded_in_bf16_are_trained_in_fp32(rank: int) -> None:
     """With mixed precision, accelerate upcasts the shards of a bf16 model."""
     from accelerate import Accelerator

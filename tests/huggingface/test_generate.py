@@ -9,8 +9,9 @@ from torch import Tensor
 
 import fsdp_c
 from fsdp_c import FullyShardedDataParallel as FSDP
+from helpers.distributed import distributed
 from helpers.hf_models import PAD, build, data
-from helpers.hf_process import launched, on_ranks
+from helpers.hf_process import launched
 from helpers.hf_training import (
     BATCH,
     WORLD,
@@ -37,7 +38,7 @@ _PREDICTS = list(product(("full_shard", "shard_grad_op"), (1, 2)))
 
 
 @pytest.mark.parametrize("case", cases(_PREDICTS, _PREDICTS[:-1]))
-@on_ranks(world_size=WORLD, timeout_s=TIMEOUT_S)
+@distributed(world_size=WORLD, timeout_s=TIMEOUT_S)
 def test_predict_with_generate(rank: int, case: tuple[str, int]) -> None:
     kind, num_beams = case
     num_examples, num_tokens = 2 * WORLD * BATCH, 5
@@ -75,7 +76,7 @@ _COMMON = [("gpt2", False), ("lora", True)]
 
 
 @pytest.mark.parametrize("case", cases(_SUMMONED, set(_SUMMONED) - set(_COMMON)))
-@on_ranks(world_size=WORLD, timeout_s=TIMEOUT_S)
+@distributed(world_size=WORLD, timeout_s=TIMEOUT_S)
 def test_within_summon_full_params(rank: int, case: tuple[str, bool]) -> None:
     name, use_orig_params = case
     prompt = data(name, WORLD)[rank]["input_ids"][None]
@@ -98,7 +99,7 @@ def test_within_summon_full_params(rank: int, case: tuple[str, bool]) -> None:
 @pytest.mark.parametrize(
     "case", cases([("llama", 1), ("llama", 2), ("lora", 2)], [("llama", 2)])
 )
-@on_ranks(world_size=WORLD, timeout_s=TIMEOUT_S)
+@distributed(world_size=WORLD, timeout_s=TIMEOUT_S)
 def test_unit_by_unit(rank: int, case: tuple[str, int]) -> None:
     """register_forward_method: the model is never whole on a rank.
 

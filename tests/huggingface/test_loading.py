@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from helpers.distributed import distributed
 from helpers.groups import groups_destroyed
 from helpers.hf_models import build
-from helpers.hf_process import launched, on_ranks
+from helpers.hf_process import launched
 from helpers.hf_training import (
     WORLD,
     Record,
@@ -22,7 +23,7 @@ from helpers.shared_folder import shared_folder
 
 
 @pytest.mark.parametrize("version", [1, 2])
-@on_ranks(world_size=WORLD, timeout_s=300)
+@distributed(world_size=WORLD, timeout_s=300)
 def test_trainer(rank: int, version: int) -> None:
     """The steps are those of a model that was loaded whole."""
     from transformers import LlamaForCausalLM

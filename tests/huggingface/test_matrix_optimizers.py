@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from fsdp_c import whole_parameter_optimizer
+from helpers.distributed import distributed
 from helpers.groups import groups_destroyed
-from helpers.hf_process import launched, on_ranks
+from helpers.hf_process import launched
 from helpers.hf_training import (
     WORLD,
     arguments,
@@ -60,7 +61,7 @@ def using(make: Any) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-@on_ranks(WORLD, timeout_s=TIMEOUT_S)
+@distributed(WORLD, timeout_s=TIMEOUT_S)
 def test_trained_alike(rank: int, version: int) -> None:
     """Losses and gradient norms of one process with the unsharded optimizer."""
     with using(norm):
@@ -73,7 +74,7 @@ def test_trained_alike(rank: int, version: int) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-@on_ranks(WORLD, timeout_s=TIMEOUT_S)
+@distributed(WORLD, timeout_s=TIMEOUT_S)
 def test_muon_beside_adamw_resumes(rank: int, version: int) -> None:
     """From the Trainer's own checkpoint, with both optimizers in it, to the bit."""
     options = {"fsdp": True, "save_strategy": "steps", "save_steps": 2}

@@ -20,8 +20,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from helpers.distributed import distributed
 from helpers.groups import groups_destroyed
-from helpers.hf_process import launched, on_ranks
+from helpers.hf_process import launched
 from helpers.hf_training import cases
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
@@ -134,7 +135,7 @@ def told(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.only_full
-@on_ranks(world_size=2, timeout_s=TIMEOUT_S)
+@distributed(world_size=2, timeout_s=TIMEOUT_S)
 def test_accelerate_example(rank: int, told: dict[str, str], tmp_path: Path) -> None:
     """Three steps, and one more after --resume, in processes that have transformers."""
     out = tmp_path / "whole"

@@ -10,9 +10,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_c import FullyShardedDataParallel as FSDP
+from helpers.distributed import distributed
 from helpers.groups import groups_destroyed
 from helpers.hf_models import build, data
-from helpers.hf_process import launched, on_ranks
+from helpers.hf_process import launched
 from helpers.hf_training import (
     WORLD,
     arguments,
@@ -128,7 +129,7 @@ _RESUMES = [(*case[:2], kind) for case in (*_COMMON, *_RARE) for kind in KINDS]
 @pytest.mark.parametrize(
     "case", cases(_RESUMES, set(_RESUMES) - set(_COMMON)), ids="-".join
 )
-@on_ranks(world_size=WORLD, timeout_s=TIMEOUT_S)
+@distributed(world_size=WORLD, timeout_s=TIMEOUT_S)
 def test_resume(rank: int, case: tuple[str, str, str]) -> None:
     name, option, kind = case
     config, changes = _OPTIONS[option]
@@ -163,7 +164,7 @@ _SAVES = [
 
 
 @pytest.mark.parametrize("case", cases(_SAVES, _SAVES[2:4]))
-@on_ranks(world_size=WORLD, timeout_s=TIMEOUT_S)
+@distributed(world_size=WORLD, timeout_s=TIMEOUT_S)
 def test_save_model(rank: int, case: tuple[str, str, int]) -> None:
     """Ask for FULL_STATE_DICT at the end, as the guide of transformers says."""
     name, kind, version = case
@@ -192,7 +193,7 @@ def test_save_model(rank: int, case: tuple[str, str, int]) -> None:
 @pytest.mark.parametrize(
     "case", cases([(KINDS[0], 1), (KINDS[1], 1), (KINDS[1], 2)], [(KINDS[0], 1)])
 )
-@on_ranks(world_size=WORLD, timeout_s=TIMEOUT_S)
+@distributed(world_size=WORLD, timeout_s=TIMEOUT_S)
 def test_save_of_lora(rank: int, case: tuple[str, int]) -> None:
     from peft import PeftModel
 
@@ -219,7 +220,7 @@ def test_save_of_lora(rank: int, case: tuple[str, int]) -> None:
 @pytest.mark.parametrize(
     "case", cases([(KINDS[0], 1), (KINDS[1], 1), (KINDS[0], 2)], [(KINDS[1], 1)])
 )
-@on_ranks(world_size=WORLD, timeout_s=TIMEOUT_S)
+@distributed(world_size=WORLD, timeout_s=TIMEOUT_S)
 def test_load_best_model_at_end(rank: int, case: tuple[str, int]) -> None:
     options: dict[str, Any] = {
         "eval_strategy": "steps",
@@ -243,7 +244,7 @@ def test_load_best_model_at_end(rank: int, case: tuple[str, int]) -> None:
         record.trainer = trainer = None
 
 
-@on_ranks(world_size=WORLD, timeout_s=TIMEOUT_S)
+@distributed(world_size=WORLD, timeout_s=TIMEOUT_S)
 def test_evaluation_alone(rank: int) -> None:
     """evaluate() on a model that was never trained: only forward runs."""
     expected = reference("llama")

@@ -21,8 +21,8 @@ import fsdp_c
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import MixedPrecisionPolicy, ShardingStrategy
 from fsdp_c._fully_shard.group import groups_in
+from helpers.distributed import distributed
 from helpers.hf_models import build, layer_class, numel
-from helpers.hf_process import on_ranks
 from helpers.hf_training import (
     WORLD,
     Record,
@@ -322,7 +322,7 @@ _SLOW_MODELS = (("gpt2", True), ("gpt2", False), ("t5", False), ("lora", False))
 
 
 @pytest.mark.parametrize("name", cases(CASES, _SLOW))
-@on_ranks(world_size=WORLD, timeout_s=TIMEOUT_S)
+@distributed(world_size=WORLD, timeout_s=TIMEOUT_S)
 def test_option(rank: int, name: str) -> None:
     case = CASES[name]
     expected = reference("llama", **case.shared)
@@ -337,7 +337,7 @@ def test_option(rank: int, name: str) -> None:
         _assert_case(record, expected, case)
 
 
-@on_ranks(world_size=WORLD, timeout_s=TIMEOUT_S)
+@distributed(world_size=WORLD, timeout_s=TIMEOUT_S)
 def test_config_in_a_file(rank: int) -> None:
     import json
 
@@ -351,7 +351,7 @@ def test_config_in_a_file(rank: int) -> None:
 
 
 @pytest.mark.parametrize("syncs", ["true", "false"])
-@on_ranks(world_size=WORLD, timeout_s=TIMEOUT_S)
+@distributed(world_size=WORLD, timeout_s=TIMEOUT_S)
 def test_sync_module_states(rank: int, syncs: str) -> None:
     expected = reference("llama")
     model = build("llama")
@@ -370,7 +370,7 @@ def test_sync_module_states(rank: int, syncs: str) -> None:
 @pytest.mark.parametrize(
     "case", cases(product(("gpt2", "t5", "lora"), (True, False)), _SLOW_MODELS)
 )
-@on_ranks(world_size=WORLD, timeout_s=TIMEOUT_S)
+@distributed(world_size=WORLD, timeout_s=TIMEOUT_S)
 def test_model(rank: int, case: tuple[str, bool]) -> None:
     name, use_orig_params = case
     expected = reference(name)
@@ -386,7 +386,7 @@ def test_model(rank: int, case: tuple[str, bool]) -> None:
 
 
 @pytest.mark.parametrize("name", cases(["gpt2", "lora"], ["gpt2"]))
-@on_ranks(world_size=WORLD, timeout_s=TIMEOUT_S)
+@distributed(world_size=WORLD, timeout_s=TIMEOUT_S)
 def test_model_of_version_2(rank: int, name: str) -> None:
     expected = reference(name)
     with trained(name, rank, config=fsdp_config(version=2)) as record:
@@ -396,7 +396,7 @@ def test_model_of_version_2(rank: int, name: str) -> None:
         assert_weights_alike(model, expected, 2e-6)
 
 
-@on_ranks(world_size=WORLD, timeout_s=TIMEOUT_S)
+@distributed(world_size=WORLD, timeout_s=TIMEOUT_S)
 def test_t5_of_version_2(rank: int) -> None:
     """Refused, as by torch: accelerate puts its one embedding into two groups."""
     with (
