@@ -1,7 +1,7 @@
 """The CPython module: units, engines, placements. Conversion only; no policy."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, TypeAlias, final, type_check_only
 
 import torch
 from torch.distributed import ProcessGroup
@@ -345,11 +345,6 @@ def plan_step(
 ) -> dict[str, Any]:
     """What a rank needs for a training step; see fsdp_c.plan."""
 
-def empty_tensors(
-    numels: Sequence[int], dtypes: Sequence[torch.dtype]
-) -> list[torch.Tensor]:
-    """Uninitialised 1-D CPU tensors, side by side in memory."""
-
 def transport(group: ProcessGroup, device: torch.device, /) -> tuple[str, str]:
     """What carries a group's collectives, "shm", "nccl" or "c10d", and why c10d."""
 
@@ -360,39 +355,53 @@ def parts() -> dict[str, str]:
     used), ``nccl_path``, ``nccl_origin``, ``nccl_version``.
     """
 
+# A move: (source, dtype, position, held, needed, target, shape); see
+# fsdp_c._state.exchange.Move.
+_Move: TypeAlias = tuple[
+    torch.Tensor | None,
+    torch.dtype,
+    int,
+    Placement,
+    Placement,
+    torch.Tensor | None,
+    tuple[int, ...] | None,
+]
+
+@type_check_only
+class Copies:
+    """Copies of an exchange, for copy_tensors()."""
+
 def prepare_exchange(
     rank: int,
     world_size: int,
-    items: Sequence[tuple[int, int, Placement, Placement]],
-    sources: Sequence[torch.Tensor | None],
-    targets: Sequence[torch.Tensor],
+    moves: Sequence[_Move],
+    device: torch.device,
     *,
     direct_nbytes: int,
 ) -> tuple[
+    list[torch.Tensor],
     list[tuple[int, torch.Tensor]],
     list[tuple[int, torch.Tensor]],
-    list[tuple[torch.Tensor, torch.Tensor]],
-    list[tuple[torch.Tensor, torch.Tensor]],
+    Copies,
+    Copies,
 ]:
     """Plan one rank's part of an exchange: see csrc/core/state/exchange.h.
 
     Args:
         rank: This one.
         world_size: Of the group.
-        items: ``(itemsize, param, held, needed)``; the placements' buffers are ranks.
-        sources: What this rank holds of each, contiguous; on any device.
-        targets: What it needs of each, contiguous; on one device.
+        moves: Of all items; the placements' buffers are ranks.
+        device: Of the messages. Results are there: the targets or, where there is
+            none or it is not the CPU, new tensors.
         direct_nbytes: Pieces of at least so many bytes are messages of their own.
 
     Returns:
-        ``(outgoing, incoming, copies, unpacking)``, as views of bytes: messages are
-        ``(peer, tensor)``, copies are ``(source, target)``. Those of ``unpacking``
-        are for when the messages are there.
+        ``(results, outgoing, incoming, copies, unpacking)``: messages are
+        ``(peer, tensor)``, views of bytes. The copies of ``unpacking`` are for when
+        the messages are there.
     """
 
-def exchange_size(
-    items: Sequence[tuple[int, int, Placement, Placement]], *, direct_nbytes: int
-) -> tuple[int, int]:
+def exchange_size(moves: Sequence[_Move], *, direct_nbytes: int) -> tuple[int, int]:
     """(nbytes, packed_nbytes): of all that is held, and of what goes in pieces of
     fewer than ``direct_nbytes``. Replicas count once; all ranks get the same.
     """
@@ -402,7 +411,7 @@ def pass_messages(
     label: str,
     outgoing: Sequence[tuple[int, torch.Tensor]],
     incoming: Sequence[tuple[int, torch.Tensor]],
-    copies: Sequence[tuple[torch.Tensor, torch.Tensor]] = ...,
+    copies: Copies | None = None,
 ) -> bool:
     """Pass CPU tensors through shared memory; False if that is not possible."""
 
@@ -420,8 +429,8 @@ def deal_out(
 def broadcast(group: ProcessGroup, tensor: torch.Tensor, label: str, /) -> bool:
     """Overwrite a tensor on a device with rank 0's, through NCCL; False: it cannot."""
 
-def copy_tensors(copies: Sequence[tuple[torch.Tensor, torch.Tensor]], /) -> None:
-    """Copy the bytes of contiguous tensors, ``(source, target)`` each."""
+def copy_tensors(copies: Copies, /) -> None:
+    """Make them."""
 
 def watched_engine(engine: Any, /) -> Any:
     """Autograd's engine, whose calls all engines of units are told of."""

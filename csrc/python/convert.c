@@ -70,8 +70,3 @@ done:
   Py_DECREF(items);
   return values;
 }
-
-fsdp_torch_buffers fsdp_buffers_of(PyObject *tuple) {
-  return (fsdp_torch_buffers){PySequence_Fast_ITEMS(tuple),
-                              PyTuple_GET_SIZE(tuple)};
-}

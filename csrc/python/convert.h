@@ -23,7 +23,4 @@ PyObject *fsdp_list_of(int64_t num_items, const void *context,
 int64_t *fsdp_read_int64s(PyObject *sequence, const char *name,
                           Py_ssize_t num_values, Py_ssize_t *num_items);
 
-/* The items of a tuple, for the bridge. Borrowed. */
-fsdp_torch_buffers fsdp_buffers_of(PyObject *tuple);
-
 #endif /* FSDP_PYTHON_CONVERT_H */

@@ -86,32 +86,27 @@ PyDoc_STRVAR(
     "the same of a host's link); offload: (keep_last or 0, bytes per second).");
 
 PyDoc_STRVAR(
-    empty_tensors_doc,
-    "empty_tensors($module, /, numels, dtypes)\n--\n\n"
-    "Uninitialised 1-D CPU tensors, side by side in memory with large pages\n"
-    "where there are any; memory goes back in pieces of at most 64 MiB.");
-
-PyDoc_STRVAR(
     prepare_exchange_doc,
-    "prepare_exchange($module, /, rank, world_size, items, sources, targets, "
-    "*,\n"
+    "prepare_exchange($module, /, rank, world_size, moves, device, *,\n"
     "                 direct_nbytes)\n--\n\n"
-    "(outgoing, incoming, copies, unpacking) of one rank: messages are (peer,\n"
-    "bytes), copies (source, target). items: (itemsize, param, held, needed),\n"
-    "the latter placements over ranks. See csrc/core/state/exchange.h.");
+    "(results, outgoing, incoming, copies, unpacking) of one rank: messages\n"
+    "are (peer, bytes). moves: (source, dtype, position, held, needed, "
+    "target,\n"
+    "shape), held and needed placements over ranks. See\n"
+    "csrc/core/state/exchange.h.");
 
 PyDoc_STRVAR(exchange_size_doc,
-             "exchange_size($module, /, items, *, direct_nbytes)\n--\n\n"
+             "exchange_size($module, /, moves, *, direct_nbytes)\n--\n\n"
              "(nbytes, packed_nbytes) of an exchange, the same on all ranks.");
 
 PyDoc_STRVAR(
     pass_messages_doc,
-    "pass_messages($module, /, group, label, outgoing, incoming, copies=())\n"
+    "pass_messages($module, /, group, label, outgoing, incoming, copies=None)\n"
     "--\n\n"
     "Pass contiguous CPU tensors, (peer, tensor) each, between ranks of a\n"
-    "process group through shared memory. All ranks must call it. `copies`,\n"
-    "(source, target) of as many bytes each, are made meanwhile. `label` is\n"
-    "for errors. False if that is not possible: then nothing was done.");
+    "process group through shared memory. All ranks must call it. `copies`\n"
+    "of an exchange are made meanwhile. `label` is for errors. False if that\n"
+    "is not possible: then nothing was done.");
 
 PyDoc_STRVAR(deal_out_doc,
              "deal_out($module, /, costs, nbytes, *, num_owners, num_shards,\n"
@@ -128,7 +123,7 @@ PyDoc_STRVAR(
 
 PyDoc_STRVAR(copy_tensors_doc,
              "copy_tensors($module, copies, /)\n--\n\n"
-             "Make copies, (source, target) of as many bytes each.");
+             "Make the copies of an exchange.");
 
 PyDoc_STRVAR(
     transport_doc,
@@ -184,8 +179,6 @@ static PyMethodDef module_methods[] = {
      METH_VARARGS | METH_KEYWORDS, choose_alignment_doc},
     {"plan_step", (PyCFunction)(void (*)(void))fsdp_module_plan_step,
      METH_VARARGS | METH_KEYWORDS, plan_step_doc},
-    {"empty_tensors", (PyCFunction)(void (*)(void))fsdp_module_empty_tensors,
-     METH_VARARGS | METH_KEYWORDS, empty_tensors_doc},
     {"parts", parts, METH_NOARGS, parts_doc},
     {"transport", transport, METH_VARARGS, transport_doc},
     {"prepare_exchange",

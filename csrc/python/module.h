@@ -114,20 +114,17 @@ const fsdp_placement *fsdp_placement_object_placement(PyObject *object);
 PyObject *fsdp_module_crc32c(PyObject *module, PyObject *args,
                              PyObject *kwargs);
 
-/* transfers.c: empty_tensors(numels, dtypes). */
-PyObject *fsdp_module_empty_tensors(PyObject *module, PyObject *args,
-                                    PyObject *kwargs);
-/* prepare_exchange.c: prepare_exchange(rank, world_size, items, sources,
- * targets, direct_nbytes). */
+/* prepare_exchange.c: prepare_exchange(rank, world_size, moves, device,
+ * direct_nbytes). */
 PyObject *fsdp_module_prepare_exchange(PyObject *module, PyObject *args,
                                        PyObject *kwargs);
-/* exchange_size(items, direct_nbytes). */
+/* exchange_size(moves, direct_nbytes). */
 PyObject *fsdp_module_exchange_size(PyObject *module, PyObject *args,
                                     PyObject *kwargs);
 /* deal_out(costs, nbytes, *, num_owners, num_shards, round_nbytes, shards). */
 PyObject *fsdp_module_deal_out(PyObject *module, PyObject *args,
                                PyObject *kwargs);
-/* copy_tensors(copies). */
+/* transfers.c: copy_tensors(copies). */
 PyObject *fsdp_module_copy_tensors(PyObject *module, PyObject *copies);
 /* broadcast(group, tensor, label). */
 PyObject *fsdp_module_broadcast(PyObject *module, PyObject *args);

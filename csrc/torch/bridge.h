@@ -516,20 +516,6 @@ void fsdp_torch_engine_offload_stats(const fsdp_torch_engine *engine,
 
 /* Moving state between ranks ----------------------------------------------- */
 
-/* Tensors, None for an absent one. Borrowed. */
-typedef struct fsdp_torch_buffers {
-  struct _object *const *tensors;
-  int64_t num_tensors;
-} fsdp_torch_buffers;
-
-/*
- * Uninitialised 1-D tensors in host memory, over large pages where the kernel
- * gives them. tensors [out] new reference to a list. GIL.
- */
-FSDP_NODISCARD fsdp_status fsdp_torch_empty_tensors(
-    const int64_t *numels, struct _object *const *dtypes, int64_t num_tensors,
-    struct _object **tensors, fsdp_error *error);
-
 /*
  * What carries a process group's collectives on a device: a new tuple of its
  * name ("shm", "hierarchical", "nccl" or "c10d") and, for c10d, of why. Waits
@@ -546,20 +532,31 @@ struct _object *fsdp_torch_transport(struct _object *group,
  */
 struct _object *fsdp_torch_parts(void);
 
+/* An item of an exchange, as one rank sees it. Borrowed. */
+typedef struct fsdp_torch_move {
+  struct _object *source; /* what it holds, a tensor; None for nothing */
+  struct _object *target; /* where what it needs goes; None: into new memory */
+  struct _object *shape;  /* of new memory that holds as many elements, a tuple;
+                             otherwise, and for None, it is 1-D */
+  fsdp_dtype dtype;
+} fsdp_torch_move;
+
 /*
- * What an exchange needs done, as views of the tensors: a new tuple of four
- * lists, the outgoing messages (packed) and the incoming ones, (peer, bytes)
- * each, this rank's own copies, and what is to be copied once the messages are
- * there, (source, target) each. `sources` and `targets` are what this rank
- * holds and needs of the items; a source is brought to the targets' device, and
- * may be None where the rank holds nothing. GIL (released inside).
+ * What an exchange needs done: a new tuple of the results (a list), the
+ * outgoing messages (packed) and the incoming ones, lists of (peer, bytes),
+ * this rank's own copies, and those to be made once the messages are there,
+ * both for fsdp_torch_copy_tensors(). There is a move for each item of the
+ * exchange. A source is brought to `device`, a torch.device. On the CPU a
+ * result is the target, if there is one; new ones lie over large pages where
+ * the kernel gives them. Elsewhere all results are new, and targets stay as
+ * they are. GIL (released inside).
  *
- * FSDP_INVALID_ARGUMENT  a tensor has another size than the exchange says, or
- *                        the targets are not contiguous or on several devices.
+ * FSDP_INVALID_ARGUMENT  a tensor has another size than the exchange says, or a
+ *                        target is not contiguous or not on the CPU.
  */
 FSDP_NODISCARD fsdp_status fsdp_torch_exchange_prepare(
-    const fsdp_exchange *exchange, fsdp_torch_buffers sources,
-    fsdp_torch_buffers targets, struct _object **prepared, fsdp_error *error);
+    const fsdp_exchange *exchange, const fsdp_torch_move *moves,
+    struct _object *device, struct _object **prepared, fsdp_error *error);
 
 /* A contiguous tensor in host memory that goes to `peer` or comes from it. */
 typedef struct fsdp_torch_message {
@@ -568,18 +565,11 @@ typedef struct fsdp_torch_message {
   bool is_outgoing;
 } fsdp_torch_message;
 
-/* Two contiguous tensors of as many bytes. */
-typedef struct fsdp_torch_copy {
-  struct _object *source;
-  struct _object *target;
-} fsdp_torch_copy;
-
 typedef struct fsdp_torch_messages {
   const char *label; /* for errors; the same on both ranks of a message */
   const fsdp_torch_message *messages;
   int64_t num_messages;
-  const fsdp_torch_copy *copies; /* this rank's own, made meanwhile */
-  int64_t num_copies;
+  struct _object *copies; /* this rank's own, made meanwhile; None: none */
 } fsdp_torch_messages;
 
 /*
@@ -605,10 +595,10 @@ FSDP_NODISCARD fsdp_status fsdp_torch_broadcast(struct _object *group,
                                                 fsdp_error *error);
 
 /*
- * Makes copies between contiguous tensors of one device. GIL (released inside).
+ * Makes the copies of fsdp_torch_exchange_prepare(). GIL (released inside).
  */
-FSDP_NODISCARD fsdp_status fsdp_torch_copy_tensors(
-    const fsdp_torch_copy *copies, int64_t num_copies, fsdp_error *error);
+FSDP_NODISCARD fsdp_status fsdp_torch_copy_tensors(struct _object *copies,
+                                                   fsdp_error *error);
 
 #ifdef __cplusplus
 }

@@ -1,19 +1,22 @@
-// Exchanges over tensors: what is to be passed, copied and unpacked, as views.
+// Exchanges over tensors: the results, and what is to be passed, copied
+// and unpacked.
 #include "state/exchange.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <Python.h>
+#include <torch/csrc/Device.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <cstring>
 #include <string>
 #include <vector>
 
 #include "torch/bridge.h"
+#include "torch/copies.hpp"
 #include "torch/guard.hpp"
+#include "torch/large_pages.hpp"
 #include "torch/objects.hpp"
 #include "torch/unit.hpp"
 
@@ -25,27 +28,66 @@ struct Message {
   at::Tensor bytes;
 };
 
-struct Copy {
-  at::Tensor source;
-  at::Tensor target;
-};
-
 struct Prepared {
   std::vector<Message> outgoing;
   std::vector<Message> incoming;
-  std::vector<Copy> copies;
-  std::vector<Copy> unpacking;
+  Copies copies;
+  Copies unpacking;
 };
 
-std::string item_name(const char *side, size_t index) {
+// One item, as this rank sees it.
+struct Item {
+  at::Tensor source;  // undefined: it holds nothing
+  at::Tensor target;  // undefined until it is made
+  at::ScalarType dtype;
+  std::vector<int64_t> shape;  // of the target, if it is made
+};
+
+std::string item_name(const char *side, int64_t index) {
   return std::string(side) + " of item " + std::to_string(index);
 }
 
-const at::Tensor &tensor_of(PyObject *object, const std::string &name) {
+at::Tensor read_tensor(PyObject *object, const char *side, int64_t index) {
+  if (object == Py_None) return {};
   if (!THPVariable_Check(object)) {
-    throw std::invalid_argument(name + " is no tensor");
+    throw std::invalid_argument(item_name(side, index) + " is no tensor");
   }
   return THPVariable_Unpack(object);
+}
+
+// The shape of a result of `numel` elements: the given one, if that is what it
+// has.
+std::vector<int64_t> read_shape(PyObject *object, int64_t numel) {
+  if (object == Py_None) return {numel};
+  if (!PyTuple_Check(object)) {
+    throw std::invalid_argument("the shape of an item is no tuple");
+  }
+  std::vector<int64_t> shape;
+  int64_t product = 1;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(object); i++) {
+    shape.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(object, i)));
+    if (shape.back() == -1 && PyErr_Occurred()) throw python_error();
+    product *= shape.back();
+  }
+  if (product != numel) return {numel};
+  return shape;
+}
+
+std::vector<Item> read_items(const fsdp_exchange *exchange,
+                             const fsdp_torch_move *moves) {
+  std::vector<Item> items;
+  const int64_t num_items = fsdp_exchange_num_items(exchange);
+  items.reserve(static_cast<size_t>(num_items));
+  for (int64_t i = 0; i < num_items; i++) {
+    const fsdp_torch_move &move = moves[i];
+    const int64_t numel =
+        fsdp_exchange_needed_nbytes(exchange, i) / move.dtype.itemsize;
+    items.push_back({read_tensor(move.source, "source", i),
+                     read_tensor(move.target, "target", i),
+                     static_cast<at::ScalarType>(move.dtype.code),
+                     read_shape(move.shape, numel)});
+  }
+  return items;
 }
 
 void check_nbytes(const at::Tensor &tensor, int64_t nbytes,
@@ -56,102 +98,94 @@ void check_nbytes(const at::Tensor &tensor, int64_t nbytes,
                                        " there"));
 }
 
-// The tensors of one rank, each as bytes; a source may be absent.
+// Makes the targets that are not given; on an accelerator all of them, which
+// is where the messages come.
+void make_targets(std::vector<Item> &items, c10::Device device) {
+  std::vector<TensorSpec> specs;
+  for (Item &item : items) {
+    if (!device.is_cpu()) {
+      item.target = at::empty(
+          item.shape, at::TensorOptions().dtype(item.dtype).device(device));
+    } else if (!item.target.defined()) {
+      specs.push_back({c10::multiply_integers(item.shape), item.dtype});
+    }
+  }
+  auto made = empty_tensors(specs);
+  auto next = made.begin();
+  for (Item &item : items) {
+    if (item.target.defined()) continue;
+    item.target = std::move(*next++);
+    item.target.unsafeGetTensorImpl()->set_sizes_contiguous(item.shape);
+  }
+}
+
+// The tensors of one rank; a source may be absent.
 class Sides {
  public:
-  Sides(const fsdp_exchange *exchange, fsdp_torch_buffers sources,
-        fsdp_torch_buffers targets)
-      : exchange_(exchange) {
-    const int64_t num_items = fsdp_exchange_num_items(exchange);
-    if (sources.num_tensors != num_items || targets.num_tensors != num_items) {
-      throw std::invalid_argument(
-          c10::str(sources.num_tensors, " sources and ", targets.num_tensors,
-                   " targets, the exchange has ", num_items, " items"));
+  // Brings the sources to where the targets are.
+  Sides(const fsdp_exchange *exchange, std::vector<Item> &items,
+        c10::Device device)
+      : items_(items), device_(device), keys_(keys_of(device)) {
+    make_targets(items, device);
+    for (size_t i = 0; i < items.size(); i++) {
+      const auto index = static_cast<int64_t>(i);
+      check_target(items[i].target,
+                   fsdp_exchange_needed_nbytes(exchange, index), index);
+      bring_source(items[i].source, fsdp_exchange_held_nbytes(exchange, index),
+                   index);
     }
-    for (int64_t i = 0; i < num_items; i++) add_target(i, targets.tensors[i]);
-    for (int64_t i = 0; i < num_items; i++) add_source(i, sources.tensors[i]);
-    if (!targets_.empty()) keys_ = keys_of(device());
   }
 
-  bool is_empty() const { return targets_.empty(); }
-  c10::Device device() const { return targets_.front().device(); }
+  c10::DispatchKeySet keys() const { return keys_; }
 
-  at::Tensor source(int64_t item, int64_t offset, int64_t nbytes) const {
-    return bytes(sources_[static_cast<size_t>(item)], offset, nbytes);
+  const at::Tensor &source(int64_t item) const {
+    return items_[static_cast<size_t>(item)].source;
   }
-  at::Tensor target(int64_t item, int64_t offset, int64_t nbytes) const {
-    return bytes(targets_[static_cast<size_t>(item)], offset, nbytes);
+  const at::Tensor &target(int64_t item) const {
+    return items_[static_cast<size_t>(item)].target;
+  }
+  at::Tensor empty_bytes(int64_t nbytes) const {
+    return at::empty({nbytes},
+                     at::TensorOptions().dtype(at::kByte).device(device_));
   }
 
  private:
-  void add_target(int64_t index, PyObject *object) {
-    const std::string name = item_name("target", static_cast<size_t>(index));
-    const at::Tensor &target = tensor_of(object, name);
+  void check_target(const at::Tensor &target, int64_t nbytes,
+                    int64_t index) const {
+    const std::string name = item_name("target", index);
     check_memory(target, name);
-    check_nbytes(target, fsdp_exchange_needed_nbytes(exchange_, index), name);
-    if (!targets_.empty() && target.device() != device()) {
-      throw std::invalid_argument(name + " is on " + target.device().str() +
-                                  ", others on " + device().str());
-    }
-    targets_.push_back(target);
+    check_nbytes(target, nbytes, name);
+    if (target.device() == device_) return;
+    throw std::invalid_argument(name + " is on " + target.device().str() +
+                                ", the exchange on " + device_.str());
   }
 
-  // It is brought to where the targets are.
-  void add_source(int64_t index, PyObject *object) {
-    const std::string name = item_name("source", static_cast<size_t>(index));
-    at::Tensor source;
-    if (object != Py_None) {
-      source = tensor_of(object, name);
-      if (source.device() != device()) source = source.detach().to(device());
+  void bring_source(at::Tensor &source, int64_t nbytes, int64_t index) const {
+    const std::string name = item_name("source", index);
+    if (source.defined()) {
+      if (source.device() != device_) source = source.detach().to(device_);
       source = source.resolve_conj().resolve_neg().contiguous();
       check_memory(source, name);
-    }
-    const int64_t nbytes = fsdp_exchange_held_nbytes(exchange_, index);
-    if (source.defined()) {
       check_nbytes(source, nbytes, name);
     } else if (nbytes > 0) {
       throw std::invalid_argument(c10::str(name, " is None, the exchange has ",
                                            nbytes, " bytes there"));
     }
-    sources_.push_back(std::move(source));
   }
 
-  at::Tensor bytes(const at::Tensor &tensor, int64_t offset,
-                   int64_t nbytes) const {
-    const int64_t begin =
-        tensor.storage_offset() * static_cast<int64_t>(tensor.itemsize());
-    return make_view(
-        StoragePtr::reclaim_copy(tensor.storage().unsafeGetStorageImpl()),
-        keys_, at::kByte, {nbytes}, begin + offset);
-  }
-
-  const fsdp_exchange *exchange_;
-  std::vector<at::Tensor> sources_;
-  std::vector<at::Tensor> targets_;
+  const std::vector<Item> &items_;
+  c10::Device device_;
   c10::DispatchKeySet keys_;
 };
 
-at::Tensor empty_bytes(const Sides &sides, int64_t nbytes) {
-  return at::empty({nbytes},
-                   at::TensorOptions().dtype(at::kByte).device(sides.device()));
-}
-
-void copy_bytes(const at::Tensor &source, const at::Tensor &target) {
-  if (!source.is_cpu()) {
-    target.copy_(source);
-    return;
-  }
-  std::memcpy(target.mutable_data_ptr(), source.const_data_ptr(),
-              source.nbytes());
-}
-
 at::Tensor pack(const Sides &sides, const fsdp_exchange_message &message) {
-  const at::Tensor packed = empty_bytes(sides, message.nbytes);
+  const at::Tensor packed = sides.empty_bytes(message.nbytes);
   int64_t begin = 0;
   for (int64_t i = 0; i < message.num_pieces; i++) {
     const fsdp_exchange_piece &piece = message.pieces[i];
-    copy_bytes(sides.source(piece.item, piece.offset, piece.nbytes),
-               packed.narrow(0, begin, piece.nbytes));
+    make_copy(
+        {sides.source(piece.item), piece.offset, packed, begin, piece.nbytes},
+        sides.keys());
     begin += piece.nbytes;
   }
   return packed;
@@ -166,10 +200,11 @@ void add_outgoing(const fsdp_exchange *exchange, const Sides &sides,
     const fsdp_exchange_message &message = messages[i];
     at::Tensor bytes;
     if (message.num_pieces == 0) {
-      bytes = empty_bytes(sides, 0);
+      bytes = sides.empty_bytes(0);
     } else if (message.num_pieces == 1) {
       const fsdp_exchange_piece &first = message.pieces[0];
-      bytes = sides.source(first.item, first.offset, first.nbytes);
+      bytes = bytes_of(sides.source(first.item), first.offset, first.nbytes,
+                       sides.keys());
     } else if (message.same_as < i) {
       bytes = prepared.outgoing[static_cast<size_t>(message.same_as)].bytes;
     } else {
@@ -189,16 +224,16 @@ void add_incoming(const fsdp_exchange *exchange, const Sides &sides,
     if (message.num_pieces == 1) {
       const fsdp_exchange_piece &first = message.pieces[0];
       prepared.incoming.push_back(
-          {message.peer, sides.target(first.item, first.offset, first.nbytes)});
+          {message.peer, bytes_of(sides.target(first.item), first.offset,
+                                  first.nbytes, sides.keys())});
       continue;
     }
-    const at::Tensor packed = empty_bytes(sides, message.nbytes);
+    const at::Tensor packed = sides.empty_bytes(message.nbytes);
     int64_t begin = 0;
     for (int64_t j = 0; j < message.num_pieces; j++) {
       const fsdp_exchange_piece &piece = message.pieces[j];
-      prepared.unpacking.push_back(
-          {packed.narrow(0, begin, piece.nbytes),
-           sides.target(piece.item, piece.offset, piece.nbytes)});
+      prepared.unpacking.push_back({packed, begin, sides.target(piece.item),
+                                    piece.offset, piece.nbytes});
       begin += piece.nbytes;
     }
     prepared.incoming.push_back({message.peer, packed});
@@ -207,15 +242,14 @@ void add_incoming(const fsdp_exchange *exchange, const Sides &sides,
 
 Prepared prepare(const fsdp_exchange *exchange, const Sides &sides) {
   Prepared prepared;
-  if (sides.is_empty()) return prepared;
   int64_t num_copies = 0;
   const fsdp_exchange_copy *copies =
       fsdp_exchange_copies(exchange, &num_copies);
   for (int64_t i = 0; i < num_copies; i++) {
     const fsdp_exchange_copy &copy = copies[i];
-    prepared.copies.push_back(
-        {sides.source(copy.item, copy.source_offset, copy.nbytes),
-         sides.target(copy.item, copy.target_offset, copy.nbytes)});
+    prepared.copies.push_back({sides.source(copy.item), copy.source_offset,
+                               sides.target(copy.item), copy.target_offset,
+                               copy.nbytes});
   }
   add_outgoing(exchange, sides, prepared);
   add_incoming(exchange, sides, prepared);
@@ -230,10 +264,12 @@ py::list list_of(const std::vector<Message> &messages) {
   return list;
 }
 
-py::list list_of(const std::vector<Copy> &copies) {
-  py::list list;
-  for (const Copy &each : copies) {
-    list.append(py::make_tuple(each.source, each.target));
+py::list results_of(const std::vector<Item> &items) {
+  py::list list(items.size());
+  for (size_t i = 0; i < items.size(); i++) {
+    PyObject *result = THPVariable_Wrap(items[i].target);
+    if (result == nullptr) throw python_error();
+    PyList_SET_ITEM(list.ptr(), static_cast<Py_ssize_t>(i), result);
   }
   return list;
 }
@@ -242,47 +278,32 @@ py::list list_of(const std::vector<Copy> &copies) {
 }  // namespace fsdp_torch
 
 extern "C" fsdp_status fsdp_torch_exchange_prepare(
-    const fsdp_exchange *exchange, fsdp_torch_buffers sources,
-    fsdp_torch_buffers targets, PyObject **prepared, fsdp_error *error) {
+    const fsdp_exchange *exchange, const fsdp_torch_move *moves,
+    PyObject *device, PyObject **prepared, fsdp_error *error) {
   GUARDED(error) {
+    if (!THPDevice_Check(device)) {
+      throw std::invalid_argument("expected a torch.device");
+    }
+    const c10::Device where = reinterpret_cast<THPDevice *>(device)->device;
     const at::NoGradGuard no_grad;
-    const fsdp_torch::Sides sides(exchange, sources, targets);
+    std::vector<fsdp_torch::Item> items =
+        fsdp_torch::read_items(exchange, moves);
     fsdp_torch::Prepared found;
     {
       const py::gil_scoped_release released;
+      const fsdp_torch::Sides sides(exchange, items, where);
       found = fsdp_torch::prepare(exchange, sides);
     }
-    *prepared = py::make_tuple(fsdp_torch::list_of(found.outgoing),
-                               fsdp_torch::list_of(found.incoming),
-                               fsdp_torch::list_of(found.copies),
-                               fsdp_torch::list_of(found.unpacking))
-                    .release()
-                    .ptr();
-    return FSDP_OK;
-  };
-}
-
-extern "C" fsdp_status fsdp_torch_copy_tensors(const fsdp_torch_copy *copies,
-                                               int64_t num_copies,
-                                               fsdp_error *error) {
-  GUARDED(error) {
-    const at::NoGradGuard no_grad;
-    std::vector<fsdp_torch::Copy> read;
-    for (int64_t i = 0; i < num_copies; i++) {
-      const at::Tensor &source =
-          fsdp_torch::tensor_of(copies[i].source, "the source of a copy");
-      const at::Tensor &target =
-          fsdp_torch::tensor_of(copies[i].target, "the target of a copy");
-      fsdp_torch::check_memory(source, "the source of a copy");
-      fsdp_torch::check_memory(target, "the target of a copy");
-      fsdp_torch::check_nbytes(target, static_cast<int64_t>(source.nbytes()),
-                               "the target of a copy");
-      read.push_back({source, target});
-    }
-    const py::gil_scoped_release released;
-    for (const fsdp_torch::Copy &copy : read) {
-      fsdp_torch::copy_bytes(copy.source, copy.target);
-    }
+    const auto copies = py::reinterpret_steal<py::object>(
+        fsdp_torch::wrap_copies(std::move(found.copies)));
+    const auto unpacking = py::reinterpret_steal<py::object>(
+        fsdp_torch::wrap_copies(std::move(found.unpacking)));
+    *prepared =
+        py::make_tuple(fsdp_torch::results_of(items),
+                       fsdp_torch::list_of(found.outgoing),
+                       fsdp_torch::list_of(found.incoming), copies, unpacking)
+            .release()
+            .ptr();
     return FSDP_OK;
   };
 }

@@ -2,14 +2,9 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <Python.h>
-#include <torch/csrc/Dtype.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 #include <memory>
 
-#include "torch/bridge.h"
-#include "torch/guard.hpp"
 #include "torch/port/host_memory.hpp"
 #include "torch/unit.hpp"
 
@@ -82,33 +77,3 @@ std::vector<at::Tensor> empty_tensors(const std::vector<TensorSpec> &specs) {
 }
 
 }  // namespace fsdp_torch
-
-extern "C" fsdp_status fsdp_torch_empty_tensors(const int64_t *numels,
-                                                PyObject *const *dtypes,
-                                                int64_t num_tensors,
-                                                PyObject **tensors,
-                                                fsdp_error *error) {
-  GUARDED(error) {
-    std::vector<fsdp_torch::TensorSpec> specs;
-    for (int64_t i = 0; i < num_tensors; i++) {
-      if (!THPDtype_Check(dtypes[i])) {
-        throw std::invalid_argument("expected a torch.dtype");
-      }
-      specs.push_back(
-          {numels[i], reinterpret_cast<THPDtype *>(dtypes[i])->scalar_type});
-    }
-    PyObject *list = PyList_New(static_cast<Py_ssize_t>(num_tensors));
-    if (list == nullptr) throw python_error();
-    Py_ssize_t index = 0;
-    for (at::Tensor &tensor : fsdp_torch::empty_tensors(specs)) {
-      PyObject *object = THPVariable_Wrap(std::move(tensor));
-      if (object == nullptr) {
-        Py_DECREF(list);
-        throw python_error();
-      }
-      PyList_SET_ITEM(list, index++, object);
-    }
-    *tensors = list;
-    return FSDP_OK;
-  };
-}

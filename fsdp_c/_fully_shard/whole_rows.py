@@ -95,18 +95,15 @@ def _gather(
     needed = Placement.on_ranks([value.numel() for value in values], begin, end)
     moves = [
         Move(
-            with_memory(local_of(value)).detach().contiguous().reshape(-1),
+            with_memory(local_of(value)),
             value.dtype,
             index,
             held,
             needed,
+            shape=value.shape,
         )
         for index, value in enumerate(values)
     ]
     device = local_of(values[0]).device
     results = exchange_in(group, device, moves, "exchange of a full state dict")
-    is_wanted = begin <= group.rank() < end
-    return [
-        result.to(device).view(value.shape) if is_wanted else result
-        for result, value in zip(results, values, strict=True)
-    ]
+    return [result.to(device) for result in results]

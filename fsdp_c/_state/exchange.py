@@ -18,6 +18,7 @@ are faster. All ranks batch alike.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -28,12 +29,12 @@ from torch.distributed import ProcessGroup
 from fsdp_c._native import (
     Placement,
     copy_tensors,
-    empty_tensors,
     exchange_size,
     pass_messages,
     prepare_exchange,
 )
 from fsdp_c._state.parts import ParamPart
+from fsdp_c._units.base import ShardedModule
 from fsdp_c._units.batches import in_batches
 from fsdp_c._units.device import CPU, backends_of
 from fsdp_c._units.failures import naming_ranks
@@ -48,9 +49,10 @@ SHARED_NBYTES = 16 * 1024 * 1024
 class Move(NamedTuple):
     """A tensor, from how the ranks hold it to how they need it.
 
-    ``source`` is what this rank holds of it, on any device; None for nothing. A rank
-    that holds all that it needs copies it, otherwise each element must be on one rank.
-    ``target`` is contiguous, of this dtype and in host memory, and no source's memory.
+    ``source`` is what this rank holds of it, on any device, its gradient aside; None
+    for nothing. A rank that holds all that it needs copies it, otherwise each element
+    must be on one rank. ``target`` is contiguous, of this dtype and in host memory, and
+    no source's memory.
     """
 
     source: Tensor | None
@@ -59,10 +61,21 @@ class Move(NamedTuple):
     held: Placement
     needed: Placement
     target: Tensor | None = None  # where it goes; None: new memory
+    # Of new memory, on a rank that needs as many elements; otherwise it is 1-D.
+    shape: torch.Size | None = None
 
-    def native(self) -> tuple[int, int, Placement, Placement]:
-        """Return it as :mod:`fsdp_c._native` takes it."""
-        return self.dtype.itemsize, self.position, self.held, self.needed
+
+class UnitMoves(NamedTuple):
+    """What is exchanged of one unit."""
+
+    module: ShardedModule
+    moves: list[Move]
+
+    def size(self) -> tuple[int, int]:
+        """Return its bytes, and how many of them are extra memory at most."""
+        nbytes, packed_nbytes = exchange_size(self.moves, direct_nbytes=DIRECT_NBYTES)
+        on_host = self.module.compute_device == CPU
+        return nbytes, packed_nbytes if on_host else nbytes
 
 
 class ExchangeItem(NamedTuple):
@@ -71,56 +84,58 @@ class ExchangeItem(NamedTuple):
     move: Move
 
 
-class _Unit(NamedTuple):
-    """What is exchanged of one unit."""
-
-    name: str
-    group: ProcessGroup
-    device: torch.device
-    items: list[ExchangeItem]
-
-    def size(self) -> tuple[int, int]:
-        """Return its bytes, and how many of them are extra memory at most."""
-        items = [each.move.native() for each in self.items]
-        nbytes, packed_nbytes = exchange_size(items, direct_nbytes=DIRECT_NBYTES)
-        return nbytes, packed_nbytes if self.device == CPU else nbytes
-
-
 def exchange(
     items: Iterable[ExchangeItem], what: str, *, over_replicas: bool = False
 ) -> Iterator[tuple[ExchangeItem, Tensor]]:
-    """Yield each item and what this rank needs of it, 1-D, in its target or new memory.
+    """Yield each item and what this rank needs of it: :func:`exchange_units`."""
+    of_unit: dict[ShardedModule, list[ExchangeItem]] = {}
+    for item in items:
+        of_unit.setdefault(item.part.over, []).append(item)
+    units = [
+        UnitMoves(module, [item.move for item in its_items])
+        for module, its_items in of_unit.items()
+    ]
+    results = exchange_units(units, what, over_replicas=over_replicas)
+    for its_items, its_results in zip(of_unit.values(), results, strict=True):
+        yield from zip(its_items, its_results, strict=True)
 
-    All ranks must call it with the same items (but for the sources), and take all
+
+def exchange_units(
+    units: Sequence[UnitMoves], what: str, *, over_replicas: bool = False
+) -> Iterator[list[Tensor]]:
+    """Yield what this rank needs of each unit's moves, in their targets or new memory.
+
+    All ranks must call it with the same moves (but for the sources), and take all
     results, which may be on the CPU. Groups are those that shard, or those that
     replicate. Errors name ``what`` and the units. See Note [Batches of units].
     """
-    units: dict[Any, _Unit] = {}
-    for item in items:
-        module = item.part.over
-        if module not in units:
-            group: Any = module.process_group
-            if over_replicas:
-                group = module._sharded.groups.inter_node_group
-            device = module.compute_device
-            units[module] = _Unit(module._sharded.name, group, device, [])
-        units[module].items.append(item)
-    sizes = [unit.size() for unit in units.values()]
-    sized = (
-        (unit, unit[1:3], extra)
-        for unit, (_, extra) in zip(units.values(), sizes, strict=True)
-    )
+    sizes = [unit.size() for unit in units]
+    sized = [
+        (unit, _place_of(unit, over_replicas=over_replicas), extra)
+        for unit, (_, extra) in zip(units, sizes, strict=True)
+    ]
     most = max([SHARED_NBYTES, *(nbytes for nbytes, _ in sizes)])
     for batch in in_batches(sized, most):
-        first, last = batch[0], batch[-1]
-        names = repr(first.name)
-        if last is not first:
-            names = f"{names} to {last.name!r}"
-        its_items = [item for unit in batch for item in unit.items]
+        group, device = _place_of(batch[0], over_replicas=over_replicas)
+        first, last = (each.module._sharded.name for each in (batch[0], batch[-1]))
+        names = repr(first) if len(batch) == 1 else f"{first!r} to {last!r}"
         label = f"exchange of {what} of unit {names}"
-        moves = [item.move for item in its_items]
-        results = exchange_in(first.group, first.device, moves, label)
-        yield from zip(its_items, results, strict=True)
+        moves = [move for unit in batch for move in unit.moves]
+        results = iter(exchange_in(group, device, moves, label))
+        for unit in batch:
+            yield list(islice(results, len(unit.moves)))
+
+
+def _place_of(
+    unit: UnitMoves, *, over_replicas: bool
+) -> tuple[ProcessGroup, torch.device]:
+    """Return the group that a unit is exchanged over, and its device."""
+    module = unit.module
+    group: ProcessGroup | None = module.process_group
+    if over_replicas:
+        group = module._sharded.groups.inter_node_group
+    assert group is not None
+    return group, module.compute_device
 
 
 def exchange_in(
@@ -142,25 +157,8 @@ def begin_exchange_in(
     messages through shared memory: those have been passed.
     """
     device = _exchange_device(group, device)
-    rank = group.rank()
-    numels = [each.needed.numel(each.position, rank) for each in moves]
-    if device == CPU:
-        new = [i for i, move in enumerate(moves) if move.target is None]
-        made = empty_tensors([numels[i] for i in new], [moves[i].dtype for i in new])
-        free = iter(made)
-        results = [next(free) if each.target is None else each.target for each in moves]
-    else:
-        results = [
-            torch.empty(numel, dtype=each.dtype, device=device)
-            for numel, each in zip(numels, moves, strict=True)
-        ]
-    outgoing, incoming, copies, unpacking = prepare_exchange(
-        rank,
-        group.size(),
-        [each.native() for each in moves],
-        [each.source for each in moves],
-        results,
-        direct_nbytes=DIRECT_NBYTES,
+    results, outgoing, incoming, copies, unpacking = prepare_exchange(
+        group.rank(), group.size(), moves, device, direct_nbytes=DIRECT_NBYTES
     )
     if group.size() == 1:
         copy_tensors(copies)

@@ -4,8 +4,9 @@ Saving moves each rank's part to the ranks that the form names. Loading moves sh
 tensors back into each rank's part.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.fsdp.api import OptimStateDictConfig, StateDictConfig
 
 from fsdp_c._native import Placement
 from fsdp_c._state.exchange import ExchangeItem, Move, exchange
-from fsdp_c._state.parts import ParamPart
+from fsdp_c._state.parts import ParamPart, Spread
 from fsdp_c._state.sharded_tensors import (
     has_rows,
     local_part,
@@ -53,21 +54,53 @@ class Form:
     def is_wanted(self) -> bool:
         return self.first is None or self.first == dist.get_rank()
 
-    def needed(self, part: ParamPart) -> Placement:
-        if self.shards:
-            return part.spread.rows(part.index)
-        if self.first is None:
-            return part.spread.whole(0, part.over.world_size)
-        first = dist.get_group_rank(part.over.process_group, self.first)
-        return part.spread.whole(first, first + 1)
+    def moves(
+        self,
+        module: ShardedModule,
+        spread: Spread,
+        indices: Sequence[int],
+        sources: Sequence[Tensor | None],
+        dtypes: Iterable[torch.dtype],
+    ) -> list[Move]:
+        """Return the moves of a unit's parameters, or of states, to who needs them.
 
-    def of_exchanged(self, part: ParamPart, value: Tensor) -> Any:
-        """Return the tensor for the state dict, of the elements that this rank got."""
-        value = value.to(CPU if self.offload_to_cpu else part.over.compute_device)
-        if not self.shards or not has_rows(part.shape):
-            return value.view(part.shape)
-        rows = value.view(-1, *part.shape[1:])
-        return wrap_chunk(part.over, rows, part.shape, use_dtensor=self.use_dtensor)
+        ``sources`` are this rank's parts; the results go to :meth:`of_exchanged`.
+        """
+        held = map(spread.sharded, indices)
+        needed: Iterable[Placement]
+        if self.shards:
+            needed = map(spread.rows, indices)
+        else:
+            begin, end = 0, module.world_size
+            if self.first is not None:
+                begin = dist.get_group_rank(module.process_group, self.first)
+                end = begin + 1
+            needed = repeat(spread.whole(begin, end))
+        shapes = map(spread.shapes.__getitem__, indices)
+        return list(
+            map(Move, sources, dtypes, indices, held, needed, repeat(None), shapes)
+        )
+
+    def of_exchanged(
+        self,
+        module: ShardedModule,
+        shapes: Iterable[torch.Size],
+        values: Sequence[Tensor],
+    ) -> list[Any]:
+        """Return the tensors for the state dict, of what this rank got of a unit."""
+        device = CPU if self.offload_to_cpu else module.compute_device
+        if any(value.device != device for value in values[:1]):  # all are on one
+            values = [value.to(device) for value in values]
+        if not self.shards:
+            return list(values)  # in their shapes
+        return [
+            wrap_chunk(
+                module, value.view(-1, *shape[1:]), shape, use_dtensor=self.use_dtensor
+            )
+            if has_rows(shape)
+            else value
+            for shape, value in zip(shapes, values, strict=True)
+        ]
 
     def of_whole(self, module: ShardedModule | None, whole: Tensor) -> Any:
         """Return a copy of ``whole``, which all ranks of ``module`` have.
@@ -101,8 +134,7 @@ def save_tensors(
     items = []
     for form, (part, key, own, dtype) in tensors:
         if part.shard_group is not None:
-            held = part.spread.sharded(part.index)
-            move = Move(own, dtype, part.index, held, form.needed(part))
+            (move,) = form.moves(part.over, part.spread, [part.index], [own], [dtype])
             items.append(ExchangeItem((form, key), part, move))
         elif form.is_wanted:
             assert own is not None  # each rank has the whole
@@ -111,8 +143,9 @@ def save_tensors(
     for item, own in exchange(items, what):
         form, key = item.key
         if form.is_wanted:
-            value = form.of_exchanged(item.part, own)
-            yield item.part, key, to_state(value, item.part.cut)
+            part = item.part
+            (value,) = form.of_exchanged(part.over, [part.shape], [own])
+            yield part, key, to_state(value, part.cut)
 
 
 def load_item(

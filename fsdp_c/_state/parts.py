@@ -29,7 +29,7 @@ class Spread:
         layout: _native.Layout | None,
         world_size: int,
     ) -> None:
-        self._shapes = shapes
+        self.shapes = shapes
         self._layout = layout
         self._segments = [] if layout is None else [slot[0] for slot in layout.slots]
         self._world_size = world_size
@@ -47,7 +47,7 @@ class Spread:
     def whole(self, begin: int, end: int) -> Placement:
         """Return the placement in which each of the ranks ``[begin, end)`` has all."""
         if (begin, end) not in self._made:
-            numels = [shape.numel() for shape in self._shapes]
+            numels = [shape.numel() for shape in self.shapes]
             self._made[begin, end] = Placement.on_ranks(numels, begin, end)
         return self._made[begin, end]
 
@@ -56,10 +56,10 @@ class Spread:
 
         See :mod:`fsdp_c._state.sharded_tensors`.
         """
-        if not self._shapes[param]:
+        if not self.shapes[param]:
             return self.whole(0, self._world_size)
         if "rows" not in self._made:
-            self._made["rows"] = Placement.rows(self._shapes, self._world_size)
+            self._made["rows"] = Placement.rows(self.shapes, self._world_size)
         return self._made["rows"]
 
 
@@ -239,6 +239,26 @@ def whole_part(
     )
 
 
+def spread_of(module: ShardedModule) -> Spread:
+    """Return how the parameters of a unit can lie, in the unit's order."""
+    uses = {use.slot: use for use in module._sharded.uses}
+    shapes = [uses[slot].shape for slot in range(len(uses))]
+    is_sharded = module._sharded.groups.shard_group is not None
+    layout = module._sharded.unit.layout if is_sharded else None
+    return Spread(shapes, layout, module.world_size)
+
+
+def unit_values(module: ShardedModule) -> list[Tensor]:
+    """Return what this rank has of each of a unit's parameters, in the unit's order.
+
+    In any shape; its gradient is not meant.
+    """
+    if module._sharded.originals.flat_params():
+        return [part.home.values() for part in unit_parts(module)]
+    uses = {use.slot: use for use in module._sharded.uses}
+    return [uses[slot].param for slot in range(len(uses))]
+
+
 def unit_parts(
     module: ShardedModule, prefix: str = "", *, as_shown: bool = False
 ) -> list[ParamPart]:
@@ -256,9 +276,8 @@ def unit_parts(
         flat_params = []
     slots, cuts = unit.slots, originals.parallel.cuts
     group, rank = module._sharded.groups.shard_group, module.shard_rank
-    shapes = [its_uses[0].shape for its_uses in uses.values()]
-    layout = None if group is None else unit.layout
-    spread = Spread(shapes, layout, module.world_size)
+    spread = spread_of(module)
+    shapes = spread.shapes
     parts = []
     for index, its_uses in uses.items():
         names = tuple(prefix + use.fqn for use in its_uses)

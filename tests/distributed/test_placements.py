@@ -179,12 +179,12 @@ def test_nothing_leaks() -> None:
         held = Placement.flat(layout, 0)
         rows = Placement.rows(SHAPES, 3)
         whole = make_tensors(SHAPES)
-        items = [(each.itemsize, i, held, rows) for i, each in enumerate(whole)]
-        targets = [each.new_empty(rows.numel(i, 0)) for i, each in enumerate(whole)]
-        sources = cut(whole, held, 0)
-        _, _, copies, _ = prepare_exchange(
-            0, 3, items, sources, targets, direct_nbytes=24
-        )
+        moves = [
+            (source, source.dtype, i, held, rows, None, None)
+            for i, source in enumerate(cut(whole, held, 0))
+        ]
+        cpu = torch.device("cpu")
+        *_, copies, _ = prepare_exchange(0, 3, moves, cpu, direct_nbytes=24)
         copy_tensors(copies)
         _ = layout.segments, layout.slots, layout.alignment
 

@@ -126,7 +126,7 @@ def test_replicas_have_transports_of_their_own() -> None:
 @distributed(world_size=(2, 3))
 def test_messages(rank: int, world_size: int) -> None:
     """Of all sizes and dtypes, to every other rank at once."""
-    from fsdp_c._native import pass_messages
+    from fsdp_c._native import Placement, pass_messages, prepare_exchange
 
     def content(sender: int, receiver: int, numel: int, dtype: torch.dtype) -> object:
         seed = 1000 * sender + 10 * receiver + numel % 7
@@ -142,11 +142,15 @@ def test_messages(rank: int, world_size: int) -> None:
             outgoing.append((peer, content(rank, peer, numel, dtype)))
             incoming.append((peer, torch.empty(numel, dtype=dtype, device="cpu")))
             expected.append(content(peer, rank, numel, dtype))
-    copies = [
-        (torch.arange(5, device="cpu"), torch.empty(5, dtype=torch.int64, device="cpu"))
+    own = [torch.arange(numel, device="cpu") for numel in (5, 3_000_001)]
+    alone = Placement.on_ranks([each.numel() for each in own], 0, 1)
+    moves = [
+        (each, each.dtype, i, alone, alone, None, None) for i, each in enumerate(own)
     ]
+    cpu = torch.device("cpu")
+    results, *_, copies, _ = prepare_exchange(0, 1, moves, cpu, direct_nbytes=1)
     assert pass_messages(dist.group.WORLD, "test", outgoing, incoming, copies)
-    assert copies[0][1].tolist() == [0, 1, 2, 3, 4]
+    assert all(map(torch.equal, results, own))
     for (_, found), wanted in zip(incoming, expected, strict=True):
         assert torch.equal(found, wanted)
     with c10d_only():
@@ -169,46 +173,9 @@ def test_wrong_messages(rank: int) -> None:
         pass_messages(group, "test", [torch.ones(1)], [])
     with pytest.raises(ValueError, match=r"rank|receiver|peer"):
         pass_messages(group, "test", [(7, torch.ones(1, device="cpu"))], [])
-    three = torch.ones(3, device="cpu")
-    with pytest.raises(ValueError, match="a copy of 12 bytes into 16"):
-        pass_messages(group, "test", [], [], [(three, torch.ones(4, device="cpu"))])
-    with pytest.raises(TypeError, match="tuple"):
-        pass_messages(group, "test", [], [], [three])
+    with pytest.raises(ValueError, match="copies of an exchange"):
+        pass_messages(group, "test", [], [], [])
     here = torch.full((3,), float(rank), device="cpu")
     there = torch.empty(3, device="cpu")
     assert pass_messages(group, "test", [(1 - rank, here)], [(1 - rank, there)])
     assert there.tolist() == [1.0 - rank] * 3
-
-
-@pytest.mark.bookkeeping
-@distributed(world_size=1)
-def test_empty_tensors() -> None:
-    """Each is a tensor like any other; large ones lie side by side."""
-    from fsdp_c._native import empty_tensors
-
-    numels = [0, 1, 3, 1_000_000, 17, 20_000_000]
-    dtypes = [*DTYPES, torch.float32]
-    tensors = empty_tensors(numels, dtypes)
-    for tensor, numel, dtype in zip(tensors, numels, dtypes, strict=True):
-        assert tensor.shape == (numel,)
-        assert tensor.dtype == dtype
-        assert tensor.untyped_storage().nbytes() == numel * dtype.itemsize
-        assert tensor.data_ptr() % 64 == 0
-        assert not tensor._is_view()
-    for index, tensor in enumerate(tensors):
-        tensor.fill_(index % 2)
-    for index, tensor in enumerate(tensors):
-        assert (tensor == index % 2).all()
-    last = tensors.pop()
-    expected = last.clone()
-    tensors.clear()  # the memory of one does not go with another's
-    assert torch.equal(last, expected)
-    last.resize_(30_000_000)
-    assert torch.equal(last[:20_000_000], expected)
-    assert empty_tensors([], []) == []
-    with pytest.raises(ValueError, match="-1 elements"):
-        empty_tensors([-1], [torch.float32])
-    with pytest.raises(ValueError, match="2 numels, but 1 dtypes"):
-        empty_tensors([1, 2], [torch.float32])
-    with pytest.raises(ValueError, match="dtype"):
-        empty_tensors([1], ["float32"])

@@ -15,6 +15,7 @@
 
 #include "shm/shm_transport.h"
 #include "torch/bridge.h"
+#include "torch/copies.hpp"
 #include "torch/guard.hpp"
 #include "torch/objects.hpp"
 #include "torch/port/nccl_group.hpp"
@@ -23,7 +24,7 @@
 namespace fsdp_torch {
 namespace {
 
-constexpr size_t kPiece = size_t{1} << 20;
+constexpr int64_t kPiece = int64_t{1} << 20;
 
 at::Tensor read_tensor(PyObject *object, const char *what) {
   if (!THPVariable_Check(object)) {
@@ -36,21 +37,6 @@ at::Tensor read_tensor(PyObject *object, const char *what) {
                                 tensor.device().str() + ", need it on the CPU");
   }
   return tensor;
-}
-
-struct TensorCopy {
-  at::Tensor source;
-  at::Tensor target;
-};
-
-TensorCopy read_copy(const fsdp_torch_copy &given) {
-  TensorCopy copy = {read_tensor(given.source, "the source of a copy"),
-                     read_tensor(given.target, "the target of a copy")};
-  if (copy.source.nbytes() != copy.target.nbytes()) {
-    throw std::invalid_argument(c10::str("a copy of ", copy.source.nbytes(),
-                                         " bytes into ", copy.target.nbytes()));
-  }
-  return copy;
 }
 
 void start(fsdp_transport *transport, const fsdp_torch_message &message,
@@ -75,18 +61,23 @@ void wait(fsdp_transport *transport) {
   throw_unless_sent(fsdp_shm_wait_messages(transport, &error), error);
 }
 
-// The messages move on between the pieces: other ranks that send must not wait
-// until a long copy is made.
-void run(const TensorCopy &copy, fsdp_transport *transport) {
-  const size_t nbytes = copy.source.nbytes();
-  if (nbytes == 0) return;
-  const auto *source = static_cast<const char *>(copy.source.const_data_ptr());
-  auto *target = static_cast<char *>(copy.target.mutable_data_ptr());
-  for (size_t begin = 0; begin < nbytes; begin += kPiece) {
-    std::memcpy(target + begin, source + begin,
-                std::min(kPiece, nbytes - begin));
-    fsdp_error error = {};
-    throw_unless_sent(fsdp_shm_move_messages(transport, &error), error);
+// The messages move on meanwhile: other ranks that send must not wait until all
+// copies are made.
+void run(const Copies &copies, fsdp_transport *transport) {
+  int64_t unmoved = 0;
+  for (const Copy &copy : copies) {
+    Copy piece = copy;
+    for (int64_t left = copy.nbytes; left > 0; left -= piece.nbytes) {
+      piece.nbytes = std::min(kPiece, left);
+      make_copy(piece, c10::DispatchKeySet());
+      piece.source_offset += piece.nbytes;
+      piece.target_offset += piece.nbytes;
+      unmoved += piece.nbytes;
+      if (unmoved < kPiece) continue;
+      unmoved = 0;
+      fsdp_error error = {};
+      throw_unless_sent(fsdp_shm_move_messages(transport, &error), error);
+    }
   }
 }
 
@@ -121,13 +112,16 @@ extern "C" fsdp_status fsdp_torch_pass_messages(
   GUARDED(error) {
     fsdp_torch::Group found = fsdp_torch::group_from(group, c10::kCPU);
     std::vector<at::Tensor> tensors;
-    std::vector<fsdp_torch::TensorCopy> copies;
+    static const fsdp_torch::Copies none;
+    const fsdp_torch::Copies &copies =
+        given->copies == Py_None ? none : fsdp_torch::copies_in(given->copies);
+    for (const fsdp_torch::Copy &copy : copies) {
+      if (copy.target.is_cpu()) continue;
+      throw std::invalid_argument("a copy is not on the CPU");
+    }
     for (int64_t i = 0; i < given->num_messages; i++) {
       tensors.push_back(
           fsdp_torch::read_tensor(given->messages[i].tensor, "a message"));
-    }
-    for (int64_t i = 0; i < given->num_copies; i++) {
-      copies.push_back(fsdp_torch::read_copy(given->copies[i]));
     }
     const pybind11::gil_scoped_release no_gil;
     fsdp_torch::connect(found, c10::kCPU, 0);
@@ -140,9 +134,7 @@ extern "C" fsdp_status fsdp_torch_pass_messages(
       fsdp_torch::start(transport, given->messages[i],
                         tensors[static_cast<size_t>(i)], given->label);
     }
-    for (const fsdp_torch::TensorCopy &copy : copies) {
-      fsdp_torch::run(copy, transport);
-    }
+    fsdp_torch::run(copies, transport);
     fsdp_torch::wait(transport);
     return FSDP_OK;
   };

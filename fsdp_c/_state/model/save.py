@@ -20,7 +20,7 @@ those of the unwrapped module.
 import warnings
 from collections import OrderedDict
 from contextlib import ExitStack, nullcontext
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -30,19 +30,18 @@ from torch.distributed.fsdp.api import ShardingStrategy, StateDictType
 
 from fsdp_c._engines.engine import ensure_engine, shards_shown
 from fsdp_c._engines.summon import summoned
-from fsdp_c._state.forms import Form, Saving, save_tensors
+from fsdp_c._state.exchange import UnitMoves, exchange_units
+from fsdp_c._state.forms import Form
 from fsdp_c._state.kinds import follow_mesh
 from fsdp_c._state.model.local import local_state
 from fsdp_c._state.model.plain import SAVING, moves_plainly
-from fsdp_c._state.parts import named_uses, unit_parts
+from fsdp_c._state.parts import named_uses, spread_of, unit_values
 from fsdp_c._state.sharded_tensors import is_sharded
 from fsdp_c._units.agree import on_any_rank
 from fsdp_c._units.base import ShardedModule, sharded_modules
 from fsdp_c._units.names import WRAPPED_PREFIX
 from fsdp_c._units.parallel import to_state
 from fsdp_c._units.uses import is_flat_param, sharding_unit
-
-_Kinds = dict[ShardedModule, StateDictType]
 
 # State dicts of nested modules, with the prefix of their keys, while the outermost
 # module is saved.
@@ -148,13 +147,14 @@ def save(
             if not is_local:
                 exchanging.append(each)
         summons = _find_summons(exchanging)
-        values = _exchanged([each for each in exchanging if each not in summons], kinds)
+        forms = {each: _form_of(each, kinds[each]) for each in modules}
+        values = _exchanged([each for each in exchanging if each not in summons], forms)
 
         def save_unit(
             each: ShardedModule, target: dict[str, Any], own: str
         ) -> dict[str, Any]:
-            kind = kinds[each]
-            return _save_unit(each, kind, target, own, keep_vars, values.get(each))
+            state = _UnitState(each, kinds[each], forms[each], values.get(each))
+            return _save_unit(state, target, own, keep_vars)
 
         for each in reversed(modules[1:]):  # parents come first in it
             state = save_unit(each, _new_state(), prefixes[each])
@@ -189,20 +189,37 @@ def _find_summons(modules: list[ShardedModule]) -> set[ShardedModule]:
 
 
 def _exchanged(
-    modules: list[ShardedModule], kinds: _Kinds
-) -> dict[ShardedModule, dict[int, Any]]:
-    """Return the values of units' parameters in the state dict, by parameter."""
-    values: dict[ShardedModule, dict[int, Any]] = {module: {} for module in modules}
-    tensors: list[tuple[Form, Saving]] = []
+    modules: list[ShardedModule], forms: dict[ShardedModule, Form]
+) -> dict[ShardedModule, list[Any]]:
+    """Return the values of units' parameters in the state dict, in the units' order.
+
+    There are none for a unit whose values this rank does not want.
+    """
+    values: dict[ShardedModule, list[Any]] = {module: [] for module in modules}
+    units, shapes = [], []
     for module in modules:
-        form = _form_of(module, kinds[module])
-        for part in unit_parts(module):
-            own = part.home.values()
-            if part.shard_group is None:  # the whole, whose device the result has
-                own = own.to(module.compute_device)
-            tensors.append((form, (part, "", own, own.dtype)))
-    for part, _, value in save_tensors(tensors, "parameters"):
-        values[part.over][part.index] = value
+        form, spread, own = forms[module], spread_of(module), unit_values(module)
+        if module._sharded.groups.shard_group is not None:
+            dtypes = [each.dtype for each in own]
+            moves = form.moves(module, spread, range(len(own)), own, dtypes)
+            units.append(UnitMoves(module, moves))
+            shapes.append(spread.shapes)
+        elif form.is_wanted:  # each rank has the whole; the result has its device
+            device = module.compute_device
+            values[module] = [
+                form.of_whole(module, each.to(device).reshape(shape))
+                for each, shape in zip(own, spread.shapes, strict=True)
+            ]
+    results = exchange_units(units, "parameters")
+    for unit, its_shapes, own in zip(units, shapes, results, strict=True):
+        form = forms[unit.module]
+        if form.is_wanted:
+            values[unit.module] = form.of_exchanged(unit.module, its_shapes, own)
+    for module, its_values in values.items():
+        cuts = module._sharded.originals.parallel.cuts
+        params = {use.slot: use.param for use in module._sharded.uses}
+        for slot, value in enumerate(its_values if cuts else ()):
+            its_values[slot] = to_state(value, cuts.get(params[slot]))
     return values
 
 
@@ -219,19 +236,21 @@ def _hand_out(
             metadata[f"{prefix}{rest}"[:-1]] = version
 
 
-def _save_unit(
-    module: ShardedModule,
-    kind: StateDictType,
-    destination: dict[str, Any],
-    prefix: str,
-    keep_vars: bool,
-    values: dict[int, Any] | None,
-) -> dict[str, Any]:
-    """Save one unit and what is in it; nested units hand out what was kept.
+class _UnitState(NamedTuple):
+    """What is saved of one unit."""
 
-    ``values`` are those of its parameters if they were exchanged.
-    """
-    form = _form_of(module, kind)
+    module: ShardedModule
+    kind: StateDictType
+    form: Form
+    # Of its parameters if they were exchanged; none on a rank that does not want them.
+    values: list[Any] | None
+
+
+def _save_unit(
+    unit: _UnitState, destination: dict[str, Any], prefix: str, keep_vars: bool
+) -> dict[str, Any]:
+    """Save one unit and what is in it; nested units hand out what was kept."""
+    module, kind, form, values = unit
     target = destination if form.is_wanted else _new_state()
     for pre_hook in module._state_dict_pre_hooks.values():
         pre_hook(module, prefix, keep_vars)
@@ -248,9 +267,9 @@ def _save_unit(
         )
         if is_summoned and form.is_wanted:
             _replace_params(module, target, prefix, form)
-    for name, use in named_uses(module) if values is not None else ():
-        key = f"{prefix}{name}"
-        if form.is_wanted and key in target:
+    for name, use in named_uses(module) if values else ():
+        key = prefix + name
+        if key in target:
             assert values is not None
             target[key] = _like(target[key], values[use.slot])
     if form.is_wanted:
@@ -265,7 +284,9 @@ def _save_unit(
 
 def _like(param: Tensor, value: Any) -> Any:
     """Return ``value``, of which a whole one requires a gradient if ``param`` does."""
-    return value if is_sharded(value) else value.requires_grad_(param.requires_grad)
+    if param.requires_grad and not is_sharded(value):
+        value.requires_grad_()
+    return value
 
 
 def _storage_of(tensor: Tensor) -> int:
@@ -273,7 +294,10 @@ def _storage_of(tensor: Tensor) -> int:
 
 
 def _replace_params(
-    module: ShardedModule, target: dict[str, Any], prefix: str, form: Form
+    module: ShardedModule,
+    target: dict[str, Any],
+    prefix: str,
+    form: Form,
 ) -> None:
     """Copy what lies in the memory of the summoned unit, whatever its key is.
 
