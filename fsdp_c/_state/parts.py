@@ -14,6 +14,7 @@ from fsdp_c._native import Placement
 from fsdp_c._units.base import ShardedModule, require_sharded
 from fsdp_c._units.cuts import Cut
 from fsdp_c._units.names import clean_name
+from fsdp_c._units.tree import Tree
 from fsdp_c._units.uses import ParamUse, is_flat_param, is_taken, sharding_unit
 
 
@@ -307,20 +308,5 @@ def unit_parts(
 def named_parts(module: ShardedModule) -> dict[str, ParamPart]:
     """Return the parts of one unit as they are shown, by all names in its module."""
     in_order = unit_parts(module, as_shown=True)
-    return {name: in_order[use.slot] for name, use in named_uses(module)}
-
-
-def named_uses(module: ShardedModule) -> list[tuple[str, ParamUse]]:
-    """Return every place of a unit's parameters: clean name, and its use.
-
-    A module that is registered in several places stands here for each of them, as in
-    the state dict of the unwrapped model; the names begin at the wrapped module.
-    """
-    uses: dict[nn.Module, list[ParamUse]] = {}
-    for use in module._sharded.uses:
-        uses.setdefault(use.module, []).append(use)
-    return [
-        (clean_name(f"{prefix}.{use.name}" if prefix else use.name), use)
-        for prefix, current in module.wrapped.named_modules(remove_duplicate=False)
-        for use in uses.get(current, ())
-    ]
+    uses = Tree.of(module).named_uses(module)
+    return {name: in_order[use.slot] for name, use in uses}

@@ -38,6 +38,7 @@ from fsdp_c._units.base import Load, ShardedModule, sharded_modules
 from fsdp_c._units.device import CPU, wait_for_uploads
 from fsdp_c._units.names import WRAPPED_PREFIX, clean_name
 from fsdp_c._units.parallel import from_state
+from fsdp_c._units.tree import Tree
 
 
 def begin_load(
@@ -104,16 +105,13 @@ def _begin_tree(module: ShardedModule, state_dict: dict[str, Any], prefix: str) 
     """Check, for all units in ``module``, that what ``state_dict`` has fits."""
     for each in sharded_modules(module):
         each.end_state_dict_load()  # one that an exception has left
-    modules = check_tree(module, "load_state_dict")
+    tree = check_tree(module, "load_state_dict")
+    modules = tree.modules
     wait_for_uploads(modules)
     kinds = {each: kind_of(each) for each in modules}
-    is_plain = all(moves_plainly(each, LOADING) for each in modules)
+    is_plain = all(moves_plainly(each, tree.own[each], LOADING) for each in modules)
     problems: list[str] = []
-    prefixes = {
-        each: f"{prefix}{clean_name(f'{name}.')}" if name else prefix
-        for name, each in module.named_modules()
-        if isinstance(each, ShardedModule)
-    }
+    prefixes = {each: prefix + clean_name(own) for each, own in tree.prefixes.items()}
     for each in modules:
         _replace_parts(each, state_dict, prefixes[each])
         if is_plain:  # or a hook might change the state dict before a unit sees it
@@ -253,7 +251,8 @@ def _load_unit(
     """Take the values of one unit's parameters out of ``state_dict`` and load them."""
     kind = kind_of(module)
     is_local = kind is StateDictType.LOCAL_STATE_DICT
-    is_plain = is_local or moves_plainly(module, LOADING)
+    own = Tree.of(module).own[module]
+    is_plain = is_local or moves_plainly(module, own, LOADING)
     if not load.is_checked:
         problems = _find_problems(module, kind, state_dict, prefix)
         if kind is StateDictType.FULL_STATE_DICT and not is_plain:

@@ -4,11 +4,13 @@ A module may do more: hooks around it, methods of its own. Such code may look at
 parameters, so its unit is gathered meanwhile.
 """
 
+from collections.abc import Iterable
+from operator import attrgetter
+
 from torch import nn
 
 from fsdp_c._torch_compat import ActivationWrapper
 from fsdp_c._units.base import ShardedModule
-from fsdp_c._units.params import own_modules
 
 # What may be replaced for one direction: methods, and attributes that hold hooks.
 SAVING = (
@@ -22,18 +24,23 @@ LOADING = (
 
 
 def moves_plainly(
-    module: ShardedModule, direction: tuple[tuple[str, ...], tuple[str, ...]]
+    module: ShardedModule,
+    own: Iterable[nn.Module],
+    direction: tuple[tuple[str, ...], tuple[str, ...]],
 ) -> bool:
-    """Return whether the unit's modules only copy parameters, SAVING or LOADING."""
+    """Return whether the unit's modules only copy parameters, SAVING or LOADING.
+
+    ``own`` are the modules in ``module`` without those of nested units.
+    """
     methods, hooks = direction
-    modules = {each for _, each in own_modules(module.wrapped, frozenset())}
-    modules.update(use.module for use in module._sharded.uses)
-    for each in modules:
+    modules = {*own, *[use.module for use in module._sharded.uses]}
+    hooks_of = attrgetter(*hooks)
+    for each in [each for each in modules if any(hooks_of(each))]:
         # Its own hook, in each direction, only adds or removes its prefix.
         num_known = 1 if isinstance(each, ActivationWrapper) else 0
-        if sum(len(getattr(each, name)) for name in hooks) > num_known:
+        if sum(map(len, hooks_of(each))) > num_known:
             return False
-        cls = type(each)
+    for cls in {type(each) for each in modules}:
         for name in methods:
             is_own = getattr(cls, name) is not getattr(nn.Module, name)
             if is_own and not cls.__module__.startswith("torch.nn.modules."):

@@ -35,12 +35,13 @@ from fsdp_c._state.forms import Form
 from fsdp_c._state.kinds import follow_mesh
 from fsdp_c._state.model.local import local_state
 from fsdp_c._state.model.plain import SAVING, moves_plainly
-from fsdp_c._state.parts import named_uses, spread_of, unit_values
+from fsdp_c._state.parts import spread_of, unit_values
 from fsdp_c._state.sharded_tensors import is_sharded
 from fsdp_c._units.agree import on_any_rank
 from fsdp_c._units.base import ShardedModule, sharded_modules
-from fsdp_c._units.names import WRAPPED_PREFIX
+from fsdp_c._units.names import clean_name
 from fsdp_c._units.parallel import to_state
+from fsdp_c._units.tree import Tree
 from fsdp_c._units.uses import is_flat_param, sharding_unit
 
 # State dicts of nested modules, with the prefix of their keys, while the outermost
@@ -79,15 +80,16 @@ def _form_of(module: ShardedModule, kind: StateDictType) -> Form:
     return Form.of_config(config, shards=shards, first=first)
 
 
-def check_tree(module: ShardedModule, method: str) -> list[ShardedModule]:
-    """Return the wrapped modules in ``module``; check that ``method`` can run on them.
+def check_tree(module: ShardedModule, method: str) -> Tree:
+    """Return what is in ``module``; check that ``method`` can run on it.
 
     Not inside a step, and not if a parameter is shared with a module outside, whose
     unit shards it.
     """
     ensure_engine(module)
-    modules = list(sharded_modules(module))
-    for each in modules:
+    tree = Tree.of(module)
+    owned: set[int] = set()
+    for each in tree.modules:
         if each.is_in_step:
             raise RuntimeError(
                 f"{method}() was called inside forward or backward of unit "
@@ -96,16 +98,22 @@ def check_tree(module: ShardedModule, method: str) -> list[ShardedModule]:
             )
         each._sharded.originals.check()
         each._sharded.unit.show_kept(False)
-    owned = {use.param for each in modules for use in each._sharded.uses}
-    for name, param in module.wrapped.named_parameters():
-        unit_name = sharding_unit(param)
-        if unit_name is not None and param not in owned and not is_flat_param(param):
-            raise RuntimeError(
-                f"parameter {name!r} of unit {module._sharded.name!r} is shared with "
-                f"modules outside it, and sharded by unit {unit_name!r}: save or load "
-                "the state dict of a module that contains both"
-            )
-    return modules
+        originals = each._sharded.originals
+        owned.update([id(use.param) for use in originals.uses])
+        owned.update(map(id, originals.flat_params()))
+    for holder, places in tree.places.items():
+        for name, param in holder._parameters.items():
+            if id(param) in owned or param is None or is_flat_param(param):
+                continue
+            unit_name = sharding_unit(param)
+            if unit_name is not None:
+                raise RuntimeError(
+                    f"parameter {clean_name(places[0] + name)!r} of unit "
+                    f"{module._sharded.name!r} is shared with modules outside it, and "
+                    f"sharded by unit {unit_name!r}: save or load the state dict of a "
+                    "module that contains both"
+                )
+    return tree
 
 
 def _new_state() -> "OrderedDict[str, Any]":
@@ -130,13 +138,9 @@ def save(
     if module in _kept:
         _hand_out(*_kept[module], destination, prefix)
         return destination
-    modules = check_tree(module, "state_dict")
+    tree = check_tree(module, "state_dict")
+    modules = tree.modules
     kinds = {each: kind_of(each) for each in modules}
-    prefixes = {
-        each: f"{prefix}{name.replace(WRAPPED_PREFIX, '')}."
-        for name, each in module.wrapped.named_modules()
-        if isinstance(each, ShardedModule)
-    }
     with torch.no_grad(), ExitStack() as stack:
         stack.enter_context(shards_shown(module))
         exchanging = []
@@ -146,24 +150,25 @@ def save(
             stack.enter_context(originals.absent() if is_local else originals.shown())
             if not is_local:
                 exchanging.append(each)
-        summons = _find_summons(exchanging)
+        summons = _find_summons(exchanging, tree)
         forms = {each: _form_of(each, kinds[each]) for each in modules}
         values = _exchanged([each for each in exchanging if each not in summons], forms)
 
         def save_unit(
             each: ShardedModule, target: dict[str, Any], own: str
         ) -> dict[str, Any]:
-            state = _UnitState(each, kinds[each], forms[each], values.get(each))
+            state = _UnitState(each, kinds[each], forms[each], tree, values.get(each))
             return _save_unit(state, target, own, keep_vars)
 
         for each in reversed(modules[1:]):  # parents come first in it
-            state = save_unit(each, _new_state(), prefixes[each])
-            _kept[each] = state, prefixes[each]
+            own_prefix = prefix + tree.prefixes[each]
+            state = save_unit(each, _new_state(), own_prefix)
+            _kept[each] = state, own_prefix
             stack.callback(_kept.pop, each)
         return save_unit(module, destination, prefix)
 
 
-def _find_summons(modules: list[ShardedModule]) -> set[ShardedModule]:
+def _find_summons(modules: list[ShardedModule], tree: Tree) -> set[ShardedModule]:
     """Return the modules whose unit is summoned; the same on all ranks.
 
     A hook may be registered on some ranks only, so the ranks ask each other. One that
@@ -176,7 +181,7 @@ def _find_summons(modules: list[ShardedModule]) -> set[ShardedModule]:
     for group, its_modules in of_group.items():
         flags = [
             bool(each._sharded.unit.is_summoned or each._state_dict_pre_hooks)
-            or not moves_plainly(each, SAVING)
+            or not moves_plainly(each, tree.own[each], SAVING)
             for each in its_modules
         ]
         first = its_modules[0]
@@ -227,13 +232,19 @@ def _hand_out(
     state: dict[str, Any], old_prefix: str, destination: dict[str, Any], prefix: str
 ) -> None:
     """Add the ``state`` that was kept of a nested unit to ``destination``."""
-    for key, value in state.items():
-        destination[prefix + key.removeprefix(old_prefix)] = value
+    versions = getattr(state, "_metadata", {})
+    if prefix != old_prefix:
+        state = {
+            prefix + key.removeprefix(old_prefix): value for key, value in state.items()
+        }
+        versions = {
+            (prefix + f"{name}.".removeprefix(old_prefix))[:-1]: version
+            for name, version in versions.items()
+        }
+    destination.update(state)
     metadata = getattr(destination, "_metadata", None)
     if metadata is not None:
-        for name, version in getattr(state, "_metadata", {}).items():
-            rest = f"{name}.".removeprefix(old_prefix)
-            metadata[f"{prefix}{rest}"[:-1]] = version
+        metadata.update(versions)
 
 
 class _UnitState(NamedTuple):
@@ -242,6 +253,7 @@ class _UnitState(NamedTuple):
     module: ShardedModule
     kind: StateDictType
     form: Form
+    tree: Tree  # of the outermost module
     # Of its parameters if they were exchanged; none on a rank that does not want them.
     values: list[Any] | None
 
@@ -250,7 +262,7 @@ def _save_unit(
     unit: _UnitState, destination: dict[str, Any], prefix: str, keep_vars: bool
 ) -> dict[str, Any]:
     """Save one unit and what is in it; nested units hand out what was kept."""
-    module, kind, form, values = unit
+    module, kind, form, tree, values = unit
     target = destination if form.is_wanted else _new_state()
     for pre_hook in module._state_dict_pre_hooks.values():
         pre_hook(module, prefix, keep_vars)
@@ -258,7 +270,7 @@ def _save_unit(
     if is_local:
         own = local_state(module, offload_to_cpu=form.offload_to_cpu)
         target.update((f"{prefix}{name}", value) for name, value in own.items())
-        for name, use in named_uses(module) if module._use_orig_params else ():
+        for name, use in tree.named_uses(module) if module._use_orig_params else ():
             target[f"{prefix}{name}"] = use.param if keep_vars else use.param.detach()
     is_summoned = not is_local and values is None
     with summoned(module, writeback=False) if is_summoned else nullcontext():
@@ -266,8 +278,8 @@ def _save_unit(
             destination=target, prefix=prefix, keep_vars=keep_vars
         )
         if is_summoned and form.is_wanted:
-            _replace_params(module, target, prefix, form)
-    for name, use in named_uses(module) if values else ():
+            _replace_params(module, target, prefix, form, tree)
+    for name, use in tree.named_uses(module) if values else ():
         key = prefix + name
         if key in target:
             assert values is not None
@@ -298,6 +310,7 @@ def _replace_params(
     target: dict[str, Any],
     prefix: str,
     form: Form,
+    tree: Tree,
 ) -> None:
     """Copy what lies in the memory of the summoned unit, whatever its key is.
 
@@ -330,7 +343,7 @@ def _replace_params(
         for inner in each.modules()
     }
     cuts = module._sharded.originals.parallel.cuts
-    for name, use in named_uses(module):
+    for name, use in tree.named_uses(module):
         key = f"{prefix}{name}"
         if key in target and (use.module in nested or use.param in cuts):
             value = copy_once(use.param.detach())

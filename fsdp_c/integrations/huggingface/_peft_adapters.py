@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_c._state.parts import named_uses
 from fsdp_c._torch_compat import ActivationWrapper
 from fsdp_c._units.base import ShardedModule, sharded_modules
 from fsdp_c._units.names import clean_name
+from fsdp_c._units.tree import Tree
 from fsdp_c._units.uses import is_taken
 from fsdp_c.integrations._patch import Function, Patch
 
@@ -81,7 +81,7 @@ def _named_params(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, module in model.named_modules():
         if isinstance(module, ShardedModule):
             prefix = clean_name(f"{name}.") if name else ""
-            for key, use in named_uses(module):
+            for key, use in Tree.of(module).named_uses(module):
                 whole = torch.empty(use.shape, dtype=use.param.dtype, device="meta")
                 yield f"{prefix}{key}", whole
     for name, param in model.named_parameters():
