@@ -207,12 +207,15 @@ class Originals:
             check_is_parameter(now, f"parameter {name!r} of unit {self._unit.name!r}")
             if now is not param:
                 raise self._not_taken(name)
-        current = []
-        for use in self.uses:
-            registered: Any = use.module._parameters
-            now = (use.module.__dict__ if is_hidden else registered).get(use.name)
-            is_same = self.parallel.stands_for(now, use.param)
-            current.append(use.param if is_same else now)
+        current: list[nn.Parameter | None] = [
+            (vars(use.module) if is_hidden else use.module._parameters).get(use.name)
+            for use in self.uses
+        ]
+        if self.parallel:
+            current = [
+                use.param if self.parallel.stands_for(now, use.param) else now
+                for now, use in zip(current, self.uses, strict=True)
+            ]
         if any(map(operator.is_not, current, (use.param for use in self.uses))):
             self._take_over(current)
 
@@ -291,7 +294,7 @@ class Originals:
         for name in self._flat_params:
             self._module._parameters.pop(name, None)
         changed = set()
-        for module, name, _, param, *_ in self.uses:
+        for module, name, _, param, _, _ in self.uses:
             registered, hidden = module._parameters, module.__dict__
             if shows and hidden.get(name) is param:
                 del hidden[name]
