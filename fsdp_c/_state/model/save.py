@@ -147,9 +147,12 @@ def save(
         for each in modules:
             originals = each._sharded.originals
             is_local = kinds[each] is StateDictType.LOCAL_STATE_DICT
-            stack.enter_context(originals.absent() if is_local else originals.shown())
-            if not is_local:
+            if is_local:
+                stack.enter_context(originals.absent())
+            else:
                 exchanging.append(each)
+                if originals.flat_params():  # else the originals are registered
+                    stack.enter_context(originals.shown())
         summons = _find_summons(exchanging, tree)
         forms = {each: _form_of(each, kinds[each]) for each in modules}
         values = _exchanged([each for each in exchanging if each not in summons], forms)
