@@ -271,7 +271,7 @@ TEST(test_unit_goes_inside_backward) {
 /* A unit that does not reduce, or was frozen since, holds nobody up. */
 TEST(test_who_is_not_waited_for) {
   const model_options options = {.rank = 0};
-  fsdp_error error = {FSDP_OK, 0, NULL, ""};
+  FSDP_LOCAL_ERROR(error);
   model_open(&options, "root 4; a 8; b 12; c 16");
   PLAY("step; num_reduces 4"); /* c b a root */
   fsdp_unit_get_settings(m.units[2].unit)->sync = FSDP_SYNC_NONE;

@@ -160,11 +160,11 @@ def test_meshes_of_earlier_tests_are_forgotten() -> None:
 def test_workers_are_reused_and_end() -> None:
     """One set of processes serves many tests; none outlives its pool."""
     helper.run_task(_passes, 2, {})
-    pool = helper._pools[2, helper.TEST_DEVICE, False]
+    pool = helper._pools[2, helper.TEST_DEVICE]
     pids = pool.pids
     helper.run_task(_passes, 2, {})
-    assert helper._pools[2, helper.TEST_DEVICE, False].pids == pids
-    helper._pools.pop((2, helper.TEST_DEVICE, False)).close()
+    assert helper._pools[2, helper.TEST_DEVICE].pids == pids
+    helper._pools.pop((2, helper.TEST_DEVICE)).close()
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
