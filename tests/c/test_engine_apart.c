@@ -138,6 +138,23 @@ TEST(test_accumulation) {
   PLAY("step; num_reduces 14; check_grads; end");
 }
 
+/* An autograd call may reach weights of the outermost module first. */
+TEST(test_around_a_call_of_autograd) {
+  const model_options options = {.rank = 0};
+  FSDP_LOCAL_ERROR(error);
+  start(&options);
+  PLAY(FORWARD);
+  PLAY("state root HIDDEN; state head HIDDEN; view head sharded");
+  CHECK(fsdp_engine_keeps_root(m.engine));
+  CHECK_OK(fsdp_engine_show_root(m.engine, true, &error));
+  PLAY("view root unsharded; view head unsharded; view embed unsharded");
+  CHECK_OK(fsdp_engine_show_root(m.engine, false, &error));
+  PLAY("view root sharded; view head sharded; view embed sharded");
+  PLAY("pre_backward root; pre_backward embed; pre_backward head");
+  PLAY("grads head; pre_backward b; grads b; pre_backward a; grads a");
+  PLAY("grads embed; grads root; finish; check_grads; end");
+}
+
 /* The main unit goes first: the others are none's. */
 TEST(test_units_that_leave) {
   const model_options options = {.rank = 0};
