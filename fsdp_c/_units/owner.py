@@ -32,7 +32,8 @@ class UnitFacts:
     """One unit of a model, and how it was asked to run.
 
     Attributes:
-        name: Of its module in the unwrapped model; empty for the root.
+        name: Of its module in the unwrapped model, empty for the root; of a unit apart,
+            that of its parameter.
         strategy: Name of the ShardingStrategy that does the same.
         device: Where it computes.
         shard_group: The ranks that its parameters are sharded over; None for one.
@@ -157,7 +158,8 @@ class Owner:
 def owners_of(module: Any) -> tuple[Owner, ...]:
     """Return the owners of the units that a call of ``module`` runs.
 
-    Of fully_shard() several, if its parameters are on several meshes.
+    Of fully_shard() several, if its parameters are on several meshes or some are units
+    apart.
     """
     if isinstance(module, Owner):
         return (module,)
