@@ -43,18 +43,18 @@ except ImportError as error:
         "in the source directory"
     ) from error
 
-from fsdp_c._engines.forward_methods import register_forward_method
+from fsdp_c._capture.captured_step import CapturedStep, capture_step
 from fsdp_c._engines.in_backward import optimizer_in_backward
 from fsdp_c._engines.models import memory_stats, reset
 from fsdp_c._engines.offload import offload_activations
+from fsdp_c._fsdp1.forward_methods import register_forward_method
+from fsdp_c._fsdp1.sharded_module import FullyShardedDataParallel
 from fsdp_c._fully_shard.api import (
     fully_shard,
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from fsdp_c._fully_shard.captured_step import CapturedStep, capture_step
 from fsdp_c._fully_shard.module import FSDPModule, UnshardHandle
-from fsdp_c._module.sharded_module import FullyShardedDataParallel
 from fsdp_c._units.keep_whole import keep_whole
 from fsdp_c._units.originals import FlatParameter
 from fsdp_c._whole.optimizer import WholeParameterOptimizer, whole_parameter_optimizer

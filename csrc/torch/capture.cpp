@@ -2,8 +2,8 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "torch/bridge.h"
+#include "torch/groups/nccl_group.hpp"
 #include "torch/guard.hpp"
-#include "torch/port/nccl_group.hpp"
 #include "torch/step_stream.hpp"
 #include "torch/unit.hpp"
 

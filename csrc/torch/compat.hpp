@@ -1,5 +1,5 @@
 // What differs between the supported versions of torch, in one place; what
-// differs in process groups is in port/c10d_compat.hpp.
+// differs in process groups is in groups/c10d_compat.hpp.
 #pragma once
 
 #include <ATen/core/Tensor.h>

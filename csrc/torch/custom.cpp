@@ -10,8 +10,8 @@
 #include <utility>
 
 #include "torch/bridge.h"
+#include "torch/groups/transports.hpp"
 #include "torch/guard.hpp"
-#include "torch/port/transports.hpp"
 #include "torch/unit.hpp"
 
 namespace fsdp_torch {

@@ -17,9 +17,9 @@
 #include <vector>
 
 #include "torch/bridge.h"
+#include "torch/device/cuda_kernels.hpp"
+#include "torch/groups/transports.hpp"
 #include "torch/guard.hpp"
-#include "torch/port/cuda_kernels.hpp"
-#include "torch/port/transports.hpp"
 #include "torch/step_stream.hpp"
 #include "torch/unit.hpp"
 

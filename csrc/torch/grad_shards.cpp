@@ -3,7 +3,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
-#include "torch/port/host_memory.hpp"
+#include "torch/device/host_memory.hpp"
 #include "torch/unit.hpp"
 
 namespace fsdp_torch {

@@ -5,7 +5,7 @@
 
 #include <memory>
 
-#include "torch/port/host_memory.hpp"
+#include "torch/device/host_memory.hpp"
 #include "torch/unit.hpp"
 
 // Note [Slabs]

@@ -9,9 +9,9 @@
 
 #include "shm/shm_transport.h"
 #include "torch/bridge.h"
+#include "torch/device/cuda_kernels.hpp"
+#include "torch/groups/nccl_group.hpp"
 #include "torch/guard.hpp"
-#include "torch/port/cuda_kernels.hpp"
-#include "torch/port/nccl_group.hpp"
 
 namespace fsdp_torch {
 namespace {

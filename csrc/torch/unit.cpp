@@ -17,10 +17,10 @@
 #include "host/pages.h"
 #include "layout/alignment.h"
 #include "torch/bridge.h"
+#include "torch/device/host_memory.hpp"
+#include "torch/groups/transports.hpp"
 #include "torch/guard.hpp"
 #include "torch/objects.hpp"
-#include "torch/port/host_memory.hpp"
-#include "torch/port/transports.hpp"
 #include "torch/step_stream.hpp"
 
 namespace fsdp_torch {

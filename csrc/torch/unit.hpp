@@ -28,8 +28,8 @@
 #include "runtime/engine.h"
 #include "torch/bridge.h"
 #include "torch/compat.hpp"
+#include "torch/device/provider.hpp"
 #include "torch/held_shard.hpp"
-#include "torch/port/provider.hpp"
 
 namespace fsdp_torch {
 

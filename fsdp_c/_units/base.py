@@ -92,7 +92,7 @@ class ShardedModule(Owner, nn.Module):
     # FSDP1's names for what register_comm_hook was given.
     _comm_hook: Callable[..., Any] | None
     _comm_hook_state: Any
-    # Methods that run like forward; see fsdp_c._engines.forward_methods.
+    # Methods that run like forward; see fsdp_c._fsdp1.forward_methods.
     _forward_methods: frozenset[str]
     _state_dict_settings: StateDictSettings
     # What stands in for the device mesh where a DTensor needs one.

@@ -9,8 +9,8 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+from fsdp_c._fsdp1.sharded_module import FullyShardedDataParallel
 from fsdp_c._fully_shard.api import fully_shard
-from fsdp_c._module.sharded_module import FullyShardedDataParallel
 from fsdp_c.bench._workload import Block
 
 OURS, OURS_FULLY = "fsdp_c", "fsdp_c fully_shard"

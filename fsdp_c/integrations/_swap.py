@@ -5,8 +5,8 @@ from types import ModuleType
 
 from torch.distributed import fsdp as torch_fsdp
 
+from fsdp_c._fsdp1.sharded_module import FullyShardedDataParallel
 from fsdp_c._fully_shard import api
-from fsdp_c._module.sharded_module import FullyShardedDataParallel
 from fsdp_c.integrations._import_hook import ImportHook
 from fsdp_c.integrations._optimizer_check import OptimizerCheck
 from fsdp_c.integrations._origin import comes_from_fsdp_c

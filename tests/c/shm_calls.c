@@ -6,7 +6,7 @@
 
 #include "base/dtypes.h"
 #include "check.h"
-#include "port/hierarchical.h"
+#include "transports/hierarchical.h"
 
 enum { GUARD = 64 };
 

@@ -1,6 +1,6 @@
 /*
- * Tests of port/hierarchical and port/host_layout: hosts are groups of ranks of
- * this machine, and shared memory stands for the network too.
+ * Tests of transports/hierarchical and transports/host_layout: hosts are groups
+ * of ranks of this machine, and shared memory stands for the network too.
  */
 #include <inttypes.h>
 #include <signal.h>
@@ -11,9 +11,9 @@
 #include "base/alloc.h"
 #include "base/dtypes.h"
 #include "check.h"
-#include "port/hierarchical.h"
 #include "shm_calls.h"
 #include "shm_fixture.h"
+#include "transports/hierarchical.h"
 
 static const fsdp_dtype g_float = {FSDP_DTYPE_FLOAT32, 4};
 

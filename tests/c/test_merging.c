@@ -1,6 +1,6 @@
 /*
- * Tests of port/merging: over a transport that notes its calls, on which every
- * rank holds what this one holds.
+ * Tests of transports/merging: over a transport that notes its calls, on which
+ * every rank holds what this one holds.
  */
 #include <inttypes.h>
 #include <stdio.h>
@@ -8,7 +8,7 @@
 
 #include "base/alloc.h"
 #include "check.h"
-#include "port/merging.h"
+#include "transports/merging.h"
 
 enum { RANK = 1, WORLD_SIZE = 3, LARGE = FSDP_MERGED_PIECE_NBYTES / 4 + 1 };
 

@@ -10,8 +10,8 @@
 #include "base/alloc.h"
 #include "base/dtypes.h"
 #include "check.h"
-#include "port/merging.h"
 #include "shm_fixture.h"
+#include "transports/merging.h"
 
 enum { MAX_PARTS = 4096 };
 

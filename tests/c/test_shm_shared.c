@@ -9,8 +9,8 @@
 
 #include "check.h"
 #include "host/pages.h"
-#include "port/merging.h"
 #include "shm_fixture.h"
+#include "transports/merging.h"
 
 enum {
   SMALL_NBYTES = 100,

@@ -32,7 +32,7 @@ from fsdp_c import (
     optimizer_in_backward,
     whole_parameter_optimizer,
 )
-from fsdp_c._fully_shard.capture_checks import check_optimizer
+from fsdp_c._capture.checks import check_optimizer
 from fsdp_c._whole import owned
 from helpers.distributed import TEST_DEVICE, distributed
 from helpers.groups import hybrid_groups, kept_mesh

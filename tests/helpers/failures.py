@@ -28,7 +28,7 @@ from helpers.programs import start
 
 # Also for NCCL's communicators, which take seconds on a GPU that many processes share.
 GROUP_TIMEOUT_S = 3.0 * float(os.environ.get("FSDP_C_TEST_TIMEOUT_FACTOR", "1"))
-POST_MORTEM_S = 5.0  # kLimit in csrc/torch/port/post_mortem.cpp
+POST_MORTEM_S = 5.0  # kLimit in csrc/torch/groups/post_mortem.cpp
 # Of a whole test: above all the start of the processes.
 LIMIT_S = 120.0
 # Places before the first step: before wrapping, in it, before the first meeting.

@@ -11,6 +11,7 @@ CORE_ROOMS = (
     "unit",
     "order",
     "port",
+    "transports",
     "arena",
     "offload",
     "runtime",

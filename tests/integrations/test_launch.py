@@ -85,7 +85,7 @@ def test_a_script_of_torch(tmp_path: Path, runs: str) -> None:
     if runs == "torchrun":
         words = ["torchrun", "--standalone", "--nproc-per-node=1", str(script)]
     done = _launch_words(*words, GLOO_SOCKET_IFNAME="lo")
-    assert done.stdout == "fsdp_c._module.sharded_module rank 0\n", done.stderr
+    assert done.stdout == "fsdp_c._fsdp1.sharded_module rank 0\n", done.stderr
 
 
 @pytest.mark.only_full
@@ -110,7 +110,7 @@ def test_a_script_of_lightning(tmp_path: Path) -> None:
         assert len(results) == 4  # ranks, forms of checkpoints
         for result in results:
             of_class, weights = torch.load(result)
-            assert of_class == "fsdp_c._module.sharded_module"
+            assert of_class == "fsdp_c._fsdp1.sharded_module"
             assert_same_tensors(name, weights, reference.model.state_dict())
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
 import fsdp_c
-from fsdp_c._module.torch_class import REFUSED, TorchClass, names_of_torch
+from fsdp_c._fsdp1.torch_class import REFUSED, TorchClass, names_of_torch
 
 OWN = [
     each

@@ -148,7 +148,7 @@ FAULTS = (
     ),
     Fault(
         "collectives of c10d go to the current stream",
-        f"{TORCH}/port/c10d_transport",
+        f"{TORCH}/groups/c10d_transport",
         "start",
         "known_stream(call->stream)",
         "MUTANT ? c10::impl::VirtualGuardImpl(self.group.device.type())"
@@ -276,7 +276,7 @@ FAULTS = (
     ),
     Fault(
         "requests of a meeting have no time limit together",
-        f"{TORCH}/port/transports",
+        f"{TORCH}/groups/transports",
         "answer_of",
         "if (!self.deadline)",
         "if (!self.deadline || MUTANT)",

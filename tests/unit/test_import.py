@@ -36,7 +36,7 @@ def test_what_is_loaded_and_found() -> None:
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
     )
     loaded = set(done.stdout.split())
-    assert "fsdp_c._module.sharded_module" in loaded
+    assert "fsdp_c._fsdp1.sharded_module" in loaded
     rooms = tuple(f"fsdp_c.{x}" for x in ("checkpoint", "doctor", "plan", "trace"))
     unneeded = {each for each in loaded if each.startswith(rooms)}
     unneeded |= loaded & {"matplotlib", "numpy", "rich", "torch.distributed.optim"}

@@ -13,7 +13,7 @@
  * where the wire bytes of a rank are those of a ring. With num_local ranks on
  * each host, a launch of a shard group on several hosts is one among the ranks
  * of a host and then one among the hosts, over the link of a host, for the same
- * payload (port/hierarchical.h). There are two links: that
+ * payload (transports/hierarchical.h). There are two links: that
  * of the shard group and that of the replica group; the launches of one link
  * take turns, in the order in which the engine issues them. An event carries
  * the clock of its lane, waiting for it moves the waiting lane's clock. A stall

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.fsdp.api import StateDictType
 from torch.optim import Optimizer
 
-from fsdp_c._module.sharded_module import FullyShardedDataParallel
+from fsdp_c._fsdp1.sharded_module import FullyShardedDataParallel
 from fsdp_c._state.optim.save import STATE_CLASSES
 from fsdp_c.integrations._patch import Function, IntegrationWarning, Patch
 

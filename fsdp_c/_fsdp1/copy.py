@@ -1,0 +1,56 @@
+"""copy.deepcopy of a wrapped module: new parameters over a copy of the shards."""
+
+import copy
+from typing import Any
+
+from torch import nn
+
+from fsdp_c._fsdp1.attributes import Attributes
+from fsdp_c._torch_compat import TrainingState
+from fsdp_c._units.base import Ignored
+from fsdp_c._units.build import take_unit
+
+
+def copy_sharded(module: Attributes, memo: dict[int, Any]) -> Any:
+    """Return a copy of ``module`` without gradients, for ``copy.deepcopy``.
+
+    The copy has a unit of its own over a copy of this rank's shards; process groups
+    and the configuration are shared. Nothing is communicated.
+    """
+    state = module.training_state
+    if state is not TrainingState.IDLE:
+        raise RuntimeError(
+            f"unit {module._sharded.name!r} cannot be copied in state {state.name}: "
+            "call copy.deepcopy() between steps"
+        )
+    result = type(module).__new__(type(module))
+    memo[id(module)] = result
+    # A shallow copy, its dicts (children, hooks) too; what follows replaces the rest.
+    result.__dict__.update(
+        (key, value.copy() if isinstance(value, dict) else value)
+        for key, value in module.__dict__.items()
+    )
+    sharded = module._sharded
+    if sharded.originals.parallel:
+        raise RuntimeError(
+            f"unit {sharded.name!r} has parameters that are DTensors and cannot be "
+            "copied: build the model again and load its state dict"
+        )
+    sharded.unit.show_kept(False)
+    # Without flat parameters.
+    with sharded.originals.shown(), sharded.buffers.in_original_dtypes():
+        wrapped: nn.Module = copy.deepcopy(module.wrapped, memo)
+    uses = [
+        use._replace(module=memo[id(use.module)], param=memo[id(use.param)])
+        for use in sharded.originals.uses
+    ]
+    unit = sharded.unit.clone([use.param for use in uses])
+    ignored = Ignored(
+        frozenset(memo.get(id(each), each) for each in sharded.ignored.modules),
+        frozenset(memo.get(id(each), each) for each in sharded.ignored.params),
+    )
+    parallel = sharded.originals.parallel  # none
+    copied = take_unit(wrapped, unit, sharded.config, ignored, uses, parallel)
+    result.adopt_unit(wrapped, copied)
+    result.follow_reductions(None)  # the optimizer steps the module that was copied
+    return result
