@@ -1,13 +1,14 @@
 """summon_full_params: whole parameters between steps."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from torch import nn
 
-from fsdp_c._engines.engine import ensure_engines
+from fsdp_c._engines.engine import ensure_engine
 from fsdp_c._engines.flat_views import follow_summon
-from fsdp_c._units.base import ShardedModule, refuse_fully_shard, sharded_modules
+from fsdp_c._units.base import ShardedModule, find_fully_shard, sharded_modules
 
 
 class SummonError(AssertionError, RuntimeError):
@@ -104,17 +105,21 @@ def summon_full_params(
             ``use_orig_params=False``; with ``writeback`` they are kept.
             Gradients that no_sync() left unreduced stay as they are.
 
+    Modules of fully_shard() stay as they are, with a warning; torch says nothing.
+
     Raises:
         RuntimeError: Inside forward or backward, or summoned already.
-        ValueError: A module of fully_shard() is in ``module``.
     """
-    refuse_fully_shard(
-        module,
-        "call unshard() and reshard() of its modules, or full_tensor() of parameters",
-    )
-    ensure_engines(module)
+    if (name := find_fully_shard(module)) is not None:
+        warnings.warn(
+            f"summon_full_params() leaves module {name!r} as it is, since it is one of "
+            "fully_shard(): call unshard() and reshard() of such modules, or "
+            "full_tensor() of parameters, to see whole ones",
+            stacklevel=3,
+        )
     modules = [each for each in sharded_modules(module) if recurse or each is module]
     for each in modules:
+        ensure_engine(each)
         _check_moment(each)
     for each in modules:
         each._sharded.originals.check()

@@ -230,7 +230,11 @@ def require_sharded(model: nn.Module) -> list[ShardedModule]:
         raise TypeError(f"model must be a module, got {type(model).__name__}")
     modules = list(sharded_modules(model))
     if not modules:
-        refuse_fully_shard(model, "pass one that FullyShardedDataParallel wraps")
+        if (name := find_fully_shard(model)) is not None:
+            raise ValueError(
+                f"module {name!r} is one of fully_shard(), which this function of "
+                "FullyShardedDataParallel does not take: pass a model that it wraps"
+            )
         raise ValueError(
             "there is no FullyShardedDataParallel module in this "
             f"{type(model).__name__}: pass the wrapped model"
@@ -246,14 +250,13 @@ def require_owners(model: nn.Module) -> dict[Owner, str]:
     return owners
 
 
-def refuse_fully_shard(model: nn.Module, remedy: str) -> None:
-    """Refuse a model with modules of the other API, where only this one works."""
+def find_fully_shard(model: nn.Module) -> str | None:
+    """Return the name of the first module of the other API; None: there is none."""
+    name: str
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
-            raise ValueError(
-                f"{type(module).__name__} {name!r} is a module of fully_shard(), which "
-                f"this function of FullyShardedDataParallel does not take: {remedy}"
-            )
+            return name
+    return None
 
 
 def sharded_modules(module: nn.Module) -> Iterator[ShardedModule]:

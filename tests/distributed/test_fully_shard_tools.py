@@ -1,5 +1,6 @@
 """explain, trace, memory_stats and reset of models that fully_shard() sharded."""
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
 
 import fsdp_c
 from fsdp_c import MixedPrecisionPolicy, fully_shard, trace
@@ -150,11 +152,14 @@ def test_nothing_sharded() -> None:
 @distributed(world_size=2)
 def test_functions_of_the_other_api() -> None:
     model = _sharded(MLP(1))
-    problem = r"FSDPMLP '' is a module of fully_shard\(\)"
-    with (
-        pytest.raises(ValueError, match=r"call unshard\(\) and reshard\(\)"),
-        fsdp_c.FSDP.summon_full_params(model),
-    ):
-        pass
+    problem = r"module '' is one of fully_shard\(\)"
+    # As in torch; TRL's trainers do so.
+    for recurse in (False, True):
+        with ExitStack() as stack:
+            summoned = fsdp_c.FSDP.summon_full_params(model, recurse=recurse)
+            with pytest.warns(match=r"call unshard\(\) and reshard\(\)"):
+                stack.enter_context(summoned)
+            assert all(isinstance(param, DTensor) for param in model.parameters())
+            _step(model)
     with pytest.raises(ValueError, match=problem):
         fsdp_c.FSDP.optim_state_dict(model, torch.optim.SGD(model.parameters()))
