@@ -68,8 +68,9 @@ TEST(test_second_backward) {
   PLAY("check_grads; end");
 }
 
-/* With a cast the shard comes in its own dtype, from the other rank's slot (at
- * 16) on, which it is larger than; replicas reduce on their own lane. */
+/* With a cast the shard comes in its own dtype to where the other rank's slot
+ * is (at 16), a half in each turn, since it is twice as large; replicas reduce
+ * on their own lane. */
 TEST(test_casts_and_replicas) {
   model_options options = offload_options(2, 0);
   options.num_replicas = 2;
@@ -80,13 +81,16 @@ TEST(test_casts_and_replicas) {
   PLAY("step");
   CHECK_TAPE(
       "record e1 compute; wait unshard e1; take_params u sharded; event e7; "
-      "alloc 48 b1; record e7 compute; wait upload e7; "
-      "copy_to_device upload 32 b1+16 <- u.shard0; record e4 upload; "
-      "wait unshard e4; pack unshard x1 8 f32->bf16 b1 <- b1+16; "
+      "alloc 32 b1; record e7 compute; wait upload e7; "
+      "copy_to_device upload 16 b1+16 <- u.shard0; record e4 upload; "
+      "wait unshard e4; pack unshard x1 4 f32->bf16 b1 <- b1+16; "
+      "record e4 unshard; wait upload e4; "
+      "copy_to_device upload 16 b1+16 <- u.shard0+16; record e4 upload; "
+      "wait unshard e4; pack unshard x1 4 f32->bf16 b1+8 <- b1+16; "
       "group_begin unshard g0; all_gather unshard g0 8 bf16 b1 <- b1; "
       "group_end unshard g0; record e6 unshard; wait compute e6; "
       "show u unsharded; hide u; mark_params u; take_grads u; wait compute e6; "
-      "show u unsharded; show u sharded; free 48 b1; alloc 64 b2; "
+      "show u unsharded; show u sharded; free 32 b1; alloc 64 b2; "
       "pack compute x1 16 bf16->f32 b2 <- ?; release t1; grad_shard u 0; "
       "record e1 compute; wait reduce e1; event e8; alloc 32 b3; "
       "record e1 compute; wait reduce e1; group_begin reduce g0; "
@@ -294,7 +298,8 @@ TEST(test_stage_in_the_slots) {
   }
 }
 
-/* Behind a slot of 6 bytes the fp32 shard begins at 8. */
+/* Behind a slot of 6 bytes fp32 elements of the shard lie at 8, one at a time.
+ */
 TEST(test_stage_is_aligned) {
   model_options options = offload_options(2, 0);
   options.param_dtype = RECORDER_BF16;
@@ -302,7 +307,7 @@ TEST(test_stage_is_aligned) {
   model_open(&options, "u 3");
   recorder_show_memory(m.device, true);
   PLAY("step; optimizer; step; check_grads");
-  CHECK_TAPE_HAS("copy_to_device upload 12 b1+8 <- u.shard0;");
+  CHECK_TAPE_HAS("copy_to_device upload 4 b1+8 <- u.shard0+8;");
   PLAY("end");
 }
 

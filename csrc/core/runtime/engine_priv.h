@@ -9,7 +9,9 @@
  *   reduce.c  summoned.c  place.c  on_demand.c  prefetch.c
  *   reduce_unit.c
  *   reduce_parts.c
- *   unshard.c  pack.c  scratch.c
+ *   unshard.c  scratch.c
+ *   upload.c
+ *   pack.c
  *   unused.c
  *   gradients.c  check_order.c  launch.c  apart.c
  *   in_place.c
@@ -216,6 +218,13 @@ FSDP_NODISCARD fsdp_status fsdp_engine_priv_await_readers(fsdp_engine *engine,
                                                           fsdp_error *error);
 /* Frees it; the shard stays. */
 void fsdp_unit_priv_unshare(fsdp_unit *unit);
+
+/* upload.c */
+/* Brings the shards from the host into their slots of `block`, cast if need be.
+ * last_use [out] the lane that used the block last, also after a failure. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_upload(fsdp_unit *unit, void *block,
+                                                 fsdp_lane *last_use,
+                                                 fsdp_error *error);
 
 /* unshard.c */
 /* SHARDED, PARTED or REDUCING -> UNSHARDING. Nothing happens in others. */

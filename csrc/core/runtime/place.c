@@ -18,9 +18,9 @@ static bool place_in_block(int64_t numel, int32_t itemsize, int64_t *nbytes,
          fsdp_add_i64(begin, length, nbytes) && ((void)(*offset = begin), true);
 }
 
-/* A place for this rank's shard, of another itemsize than that of the slots, on
- * its way between the host and its slot in the segment at `segment_offset`.
- * Other ranks' slots hold nothing then: it lies there, as far as they reach. */
+/* A place for this rank's sharded gradient, on its way between the host and its
+ * slot in the segment at `segment_offset`. Other ranks' slots hold nothing
+ * then: it lies there, as far as they reach. */
 static bool place_stage(const fsdp_unit *self, const fsdp_segment *layout,
                         int64_t segment_offset, int32_t slot_itemsize,
                         int32_t itemsize, int64_t *nbytes, int64_t *offset) {
@@ -40,6 +40,37 @@ static bool place_stage(const fsdp_unit *self, const fsdp_segment *layout,
   }
   if (!fsdp_add_i64(*offset, stage_nbytes, &end)) return false;
   if (end > *nbytes) *nbytes = end;
+  return true;
+}
+
+/* A place for this rank's shard before its cast, in the slots of other ranks,
+ * which hold nothing then. Where they are too small for it, they take a piece
+ * at a time: a larger block would stay for as long as the unit is unsharded. */
+static bool place_uploads(const fsdp_unit *self, fsdp_unit_segment *segment,
+                          int64_t *nbytes) {
+  const fsdp_group *group = &self->options.shard_group;
+  const int64_t numel = segment->layout->shard_numel;
+  const int32_t itemsize = segment->layout->dtype.itemsize;
+  const int64_t slot_nbytes = numel * segment->options.param_dtype.itemsize;
+  const int64_t before = group->rank * slot_nbytes;
+  const int64_t end = group->world_size * slot_nbytes;
+  int64_t after; /* where slots begin that come later; they may end anywhere */
+
+  if (!fsdp_round_up_i64(before + slot_nbytes, itemsize, &after)) return false;
+  const bool is_before = before >= numel * itemsize || before >= end - after;
+  const int64_t room = (is_before ? before : end - after) / itemsize;
+  segment->param_stage_numel = room < numel ? room : numel;
+  segment->param_stage_offset = segment->param_offset + (is_before ? 0 : after);
+  if (room > 0 || numel == 0) return true;
+  segment->param_stage_numel = numel;
+  segment->param_stage_offset = segment->param_offset + after;
+  int64_t stage_nbytes;
+  int64_t stage_end;
+  if (!fsdp_mul_i64(numel, itemsize, &stage_nbytes) ||
+      !fsdp_add_i64(segment->param_stage_offset, stage_nbytes, &stage_end)) {
+    return false;
+  }
+  if (stage_end > *nbytes) *nbytes = stage_end;
   return true;
 }
 
@@ -81,9 +112,7 @@ static bool place_params(fsdp_unit *self, fsdp_unit_segment *segment) {
     return false;
   }
   return !self->options.offloads || !has_cast ||
-         place_stage(self, layout, segment->param_offset, dtype.itemsize,
-                     layout->dtype.itemsize, &self->param_nbytes,
-                     &segment->param_stage_offset);
+         place_uploads(self, segment, &self->param_nbytes);
 }
 
 /* Places of the marks in the blocks of a reduction, once. */

@@ -46,6 +46,7 @@ typedef struct fsdp_unit_segment {
   /* place.c: bytes from the start of the parameter block */
   int64_t param_offset;
   int64_t param_stage_offset; /* the shard before its cast, if offloaded */
+  int64_t param_stage_numel;  /* elements that are there at a time */
   int64_t part_offset;        /* of the block of its part */
   /* place.c: bytes from the start of the gradient block */
   int64_t grad_offset;
@@ -266,6 +267,20 @@ struct fsdp_engine {
 static inline void *fsdp_priv_slot(void *segment, int64_t rank,
                                    int64_t shard_numel, fsdp_dtype dtype) {
   return (char *)segment + rank * shard_numel * dtype.itemsize;
+}
+
+/* The dtype in which a segment is gathered. */
+static inline fsdp_dtype fsdp_unit_priv_param_dtype(const fsdp_unit *unit,
+                                                    int64_t segment) {
+  return unit->is_full ? unit->segments[segment].layout->dtype
+                       : unit->segments[segment].options.param_dtype;
+}
+
+/* Whether that is another one than the shard's. */
+static inline bool fsdp_unit_priv_is_cast(const fsdp_unit *unit,
+                                          int64_t segment) {
+  return !fsdp_dtype_equal(fsdp_unit_priv_param_dtype(unit, segment),
+                           unit->segments[segment].layout->dtype);
 }
 
 /* Segments that take part in a reduction: those of parameters, and marks. */

@@ -9,11 +9,6 @@ static void *at_nbytes(void *base, int64_t nbytes) {
   return (char *)base + nbytes;
 }
 
-static fsdp_dtype param_dtype(const fsdp_unit *unit, int64_t segment) {
-  return unit->is_full ? unit->segments[segment].layout->dtype
-                       : unit->segments[segment].options.param_dtype;
-}
-
 /* Where this rank's shard, or part, of an unsharded segment lies. */
 static void *slot_in(const fsdp_unit *unit, int64_t segment, bool of_parts) {
   const fsdp_unit_segment *self = &unit->segments[segment];
@@ -22,7 +17,7 @@ static void *slot_in(const fsdp_unit *unit, int64_t segment, bool of_parts) {
   const int64_t numel =
       of_parts ? self->options.part_numel : self->layout->shard_numel;
   return fsdp_priv_slot(unit->param_data[segment], group->rank, numel,
-                        param_dtype(unit, segment));
+                        fsdp_unit_priv_param_dtype(unit, segment));
 }
 
 static int64_t param_client(const fsdp_unit *unit) {
@@ -75,51 +70,21 @@ static fsdp_status give_block(fsdp_unit *unit, fsdp_lane last_use,
                          error);
 }
 
-/* Brings the shards to the device: into their slots, or, where a cast follows,
- * beside them. */
-static fsdp_status upload_shards(fsdp_unit *unit, void *block,
-                                 fsdp_error *error) {
-  fsdp_engine *engine = unit->engine;
-  const fsdp_device_ops *ops = &engine->ops;
-  fsdp_status status = FSDP_OK;
-
-  for (int64_t i = 0; i < unit->num_segments; i++) {
-    const fsdp_unit_segment *segment = &unit->segments[i];
-    const fsdp_dtype dtype = segment->layout->dtype;
-    if (segment->is_resident) continue;
-    void *target = fsdp_dtype_equal(param_dtype(unit, i), dtype)
-                       ? slot_in(unit, i, false)
-                       : at_nbytes(block, segment->param_stage_offset);
-    FSDP_TRY(ops->copy_to_device(
-        ops->context, FSDP_LANE_UPLOAD, target, segment->shard,
-        segment->layout->shard_numel * dtype.itemsize, error));
-  }
-  FSDP_TRY(fsdp_engine_priv_wait_lane(
-      engine, FSDP_LANE_UNSHARD, FSDP_LANE_UPLOAD, engine->upload_done, error));
-done:
-  return status;
-}
-
 /* Casts the shard of each segment whose parameters have another dtype into its
  * slot of the block; a lone rank copies all that is not resident. */
-static fsdp_status cast_shards(fsdp_unit *unit, void *block,
-                               fsdp_error *error) {
+static fsdp_status cast_shards(fsdp_unit *unit, fsdp_error *error) {
   const bool is_alone = unit->options.shard_group.world_size == 1;
-  const bool offloads = unit->options.offloads;
   int64_t num_items = 0;
 
   for (int64_t i = 0; i < unit->num_segments; i++) {
     const fsdp_unit_segment *segment = &unit->segments[i];
-    const fsdp_dtype to = param_dtype(unit, i);
-    const fsdp_dtype from = segment->layout->dtype;
     if (segment->is_resident) continue;
-    if ((!is_alone || offloads) && fsdp_dtype_equal(to, from)) continue;
+    if (!is_alone && !fsdp_unit_priv_is_cast(unit, i)) continue;
     unit->items[num_items++] = (fsdp_pack_item){
         .to = slot_in(unit, i, false),
-        .to_dtype = to,
-        .from_dtype = from,
-        .from = offloads ? at_nbytes(block, segment->param_stage_offset)
-                         : segment->shard,
+        .to_dtype = fsdp_unit_priv_param_dtype(unit, i),
+        .from_dtype = segment->layout->dtype,
+        .from = segment->shard,
         .numel = segment->layout->shard_numel,
     };
   }
@@ -141,7 +106,7 @@ static fsdp_status place_parts(fsdp_unit *unit, fsdp_error *error) {
       ops->event_wait(ops->context, FSDP_LANE_UNSHARD, unit->unsharded, error));
   for (int64_t i = 0; i < unit->num_segments; i++) {
     const fsdp_unit_segment *segment = &unit->segments[i];
-    const fsdp_dtype dtype = param_dtype(unit, i);
+    const fsdp_dtype dtype = fsdp_unit_priv_param_dtype(unit, i);
     if (segment->is_resident) continue;
     unit->items[num_items++] =
         (fsdp_pack_item){.to = slot_in(unit, i, true),
@@ -164,15 +129,8 @@ done:
  * lane that used the block last. */
 static fsdp_status place_shards(fsdp_unit *unit, void *block,
                                 fsdp_lane *last_use, fsdp_error *error) {
-  fsdp_status status = FSDP_OK;
-  if (unit->options.offloads) {
-    *last_use = FSDP_LANE_UPLOAD;
-    FSDP_TRY(upload_shards(unit, block, error));
-    *last_use = FSDP_LANE_UNSHARD;
-  }
-  FSDP_TRY(cast_shards(unit, block, error));
-done:
-  return status;
+  if (!unit->options.offloads) return cast_shards(unit, error);
+  return fsdp_unit_priv_upload(unit, block, last_use, error);
 }
 
 static fsdp_status gather_extended(fsdp_unit *unit, int64_t segment,
@@ -220,7 +178,7 @@ static fsdp_status gather_segments(fsdp_unit *unit, bool of_parts,
   for (int64_t i = 0;
        status == FSDP_OK && !unit->is_in_place && i < unit->num_segments; i++) {
     const fsdp_unit_segment *segment = &unit->segments[i];
-    const fsdp_dtype dtype = param_dtype(unit, i);
+    const fsdp_dtype dtype = fsdp_unit_priv_param_dtype(unit, i);
     const bool sends_shard = !of_parts && !unit->options.offloads &&
                              fsdp_dtype_equal(dtype, segment->layout->dtype);
     if (segment->options.is_extended) {
