@@ -112,8 +112,10 @@ bool follow_moved_shards(Unit &unit) {
           "': the memory of its shard was replaced by ", storage.nbytes(),
           " bytes on ", storage.device(), "; expected ", needed, " bytes on ",
           segment.shard.device(),
-          ". The values are lost: load them again, and resize no storage of a "
-          "sharded parameter"));
+          ". If it was moved away, move it back before the unit runs. Else the "
+          "values are lost: load them again, and resize no storage of a "
+          "sharded "
+          "parameter"));
     }
     fsdp_unit_move_shard(unit.core, index, data);
     any = true;

@@ -10,6 +10,7 @@ import weakref
 
 import torch
 
+from fsdp_c._engines.away import shard_of
 from fsdp_c._units.base import ShardedModule
 from fsdp_c._units.originals import FlatParameter
 
@@ -28,6 +29,8 @@ def flat_views(module: ShardedModule) -> list[FlatParameter]:
             if view is not None:
                 view.become(views[index])
                 views[index] = view
+    for segment, view in enumerate(views):
+        view.data = shard_of(module, segment)
     _views[module] = [weakref.ref(view) for view in views]
     _show(module, views)
     return views

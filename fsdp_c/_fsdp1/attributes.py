@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp.api import ShardingStrategy
 
+from fsdp_c._engines.away import move_shard
 from fsdp_c._engines.engine import ensure_engine
 from fsdp_c._engines.flat_views import flat_views
 from fsdp_c._fsdp1.conversion import convert
@@ -18,7 +19,7 @@ from fsdp_c._torch_compat import (
     FSDPDeviceHandle,
     TrainingState,
 )
-from fsdp_c._units.base import ShardedModule
+from fsdp_c._units.base import ShardedModule, sharded_modules
 from fsdp_c._units.originals import FlatParameter
 from fsdp_c._units.owner import UnitFacts
 from fsdp_c._units.params import own_modules
@@ -27,7 +28,7 @@ from fsdp_c._units.params import own_modules
 class FlatParamHandle:
     """FSDP1's ``_handle`` of a unit, to read; the native engine runs the unit."""
 
-    def __init__(self, module: ShardedModule, flat_param: FlatParameter) -> None:
+    def __init__(self, module: "Attributes", flat_param: FlatParameter) -> None:
         self._module = module
         self.flat_param = flat_param  # stands for the unit; whole in a summon
         self.rank, self.world_size = module.shard_rank, flat_param._world_size
@@ -93,6 +94,26 @@ class FlatParamHandle:
         )
         whole.untyped_storage().resize_(0)
         return whole
+
+    @property
+    def _offload_params(self) -> bool:
+        return bool(self._module._sharded.config.cpu_offload.offload_params)
+
+    def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
+        """Move this rank's shard to another device or back; see fsdp_c._engines.away.
+
+        Args:
+            args: As of ``torch.Tensor.to``.
+            kwargs: Likewise.
+
+        Raises:
+            RuntimeError: Inside a step or a summon.
+            ValueError: Another dtype.
+        """
+        params = self._module.params
+        segment = next(i for i, each in enumerate(params) if each is self.flat_param)
+        shard = move_shard(self._module, segment, *args, **kwargs)
+        self.flat_param.data = shard
 
     def reshard(self, free_unsharded_flat_param: bool = True) -> None:
         """Do nothing between steps: the engine reshards what it has unsharded."""
@@ -219,6 +240,29 @@ class Attributes(ShardedModule):
         """The flat parameter, as FSDP1 shows it; None without parameters."""
         flat_param = self._flat_param
         return None if flat_param is None else FlatParamHandle(self, flat_param)
+
+    @property
+    def _all_handles(self) -> list[FlatParamHandle]:
+        """One for each flat parameter of the units in this module."""
+        return [
+            FlatParamHandle(each, flat_param)
+            for each in sharded_modules(self)
+            if isinstance(each, Attributes)
+            for flat_param in each.params
+        ]
+
+    @property
+    def _is_root(self) -> bool | None:
+        """Whether the module runs as the outermost; None until the first call.
+
+        Programs set it before they summon a unit inside. It changes nothing: which
+        module is called decides.
+        """
+        return super()._is_root
+
+    @_is_root.setter
+    def _is_root(self, value: bool) -> None:
+        """Nothing."""
 
     # What torch's _runtime_utils._reshard(module, module._handle, True) uses besides.
 

@@ -26,9 +26,13 @@ def convert(
     """
     modules = list(sharded_modules(module)) if recurse else [module]
     changed = [each for each in modules if _is_changed(each, fn)]
+    summoned_ones = [each for each in changed if each._sharded.unit.is_summoned]
+    others = [each for each in changed if each not in summoned_ones]
     for each in changed:
-        _check(each)
-    for each in changed:
+        _check(each, fn)
+    for each in summoned_ones:
+        _convert_shown(each, fn)
+    for each in others:
         _convert_unit(each, fn)
     if not recurse:
         return
@@ -39,28 +43,47 @@ def convert(
             _convert_unsharded(current, fn)
 
 
-def _is_changed(module: ShardedModule, fn: Callable[[Tensor], Tensor]) -> bool:
-    """Return whether ``fn`` gives tensors like the unit's shards another form.
+def _probes(module: ShardedModule) -> list[Tensor]:
+    """Return empty tensors like the unit's shards, for a conversion to see.
 
-    ``fn`` sees empty tensors in their place: what it does to memory in place, such
-    as share_memory_(), must not reach shards, which the engine knows by address.
+    What it does to memory in place, such as share_memory_(), must not reach shards,
+    which the engine knows by address.
     """
-    shards = module._sharded.unit.shards
-    return any(fn(probe) is not probe for probe in [s.new_empty(0) for s in shards])
+    return [shard.new_empty(0) for shard in module._sharded.unit.shards]
 
 
-def _check(module: ShardedModule) -> None:
-    if module.is_in_step or module._sharded.unit.is_summoned:
+def _is_changed(module: ShardedModule, fn: Callable[[Tensor], Tensor]) -> bool:
+    """Return whether ``fn`` gives tensors like the unit's shards another form."""
+    return any(fn(probe) is not probe for probe in _probes(module))
+
+
+def _check(module: ShardedModule, fn: Callable[[Tensor], Tensor]) -> None:
+    is_summoned = module._sharded.unit.is_summoned
+    rounds = any(fn(probe).dtype != probe.dtype for probe in _probes(module))
+    if module.is_in_step or (is_summoned and rounds):
         raise RuntimeError(
             f"unit {module._sharded.name!r} cannot be converted inside forward, "
-            "backward or summon_full_params(): call to(), half(), cuda() between steps"
+            "backward or summon_full_params(), where to() may only move whole "
+            "parameters to another device: call to(), half(), cuda() between steps"
         )
+    if is_summoned:
+        return
     own = [*(use.param for use in module._sharded.uses), *module.parameters()]
     if any(param.grad is not None for param in own):
         raise RuntimeError(
             f"unit {module._sharded.name!r} has gradients, which would not fit its "
             "converted parameters: call zero_grad() before to(), half(), cuda()"
         )
+
+
+def _convert_shown(module: ShardedModule, fn: Callable[[Tensor], Tensor]) -> None:
+    """Move the whole parameters of a summoned unit, as long as it is summoned.
+
+    With ``writeback`` the unit takes what is written to them there.
+    """
+    with torch.no_grad():
+        for param in dict.fromkeys(use.param for use in module._sharded.uses):
+            param.data = fn(param.data)
 
 
 def _convert_unit(module: ShardedModule, fn: Callable[[Tensor], Tensor]) -> None:

@@ -39,7 +39,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008, frozen
-    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008, likewise
+    offload_policy: OffloadPolicy | None = OffloadPolicy(),  # noqa: B008, likewise
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
 ) -> Any:
@@ -64,7 +64,7 @@ def fully_shard(
             unit.
         mp_policy: dtypes of compute, reduction and outputs.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards and gradients in host
-            memory; on the CPU they are there anyway.
+            memory; on the CPU they are there anyway. None: as the default.
         ignored_params: Parameters to leave alone.
         dp_mesh_dims: A DataParallelMeshDims: the dimensions of ``mesh`` that shard and
             replicate. Parameters are DTensors on ``mesh``, and modules see them so.

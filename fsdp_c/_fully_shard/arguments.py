@@ -122,7 +122,7 @@ def check_arguments(
     reshard_after_forward: bool | int | None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None,
     mp_policy: MixedPrecisionPolicy,
-    offload_policy: OffloadPolicy,
+    offload_policy: OffloadPolicy | None,
     dp_mesh_dims: Any,
 ) -> Arguments:
     """Check the arguments of fully_shard().
@@ -141,7 +141,8 @@ def check_arguments(
     data = data_mesh_of(mesh, dp_mesh_dims)
     for argument, value, kind in (
         ("mp_policy", mp_policy, MixedPrecisionPolicy),
-        ("offload_policy", offload_policy, OffloadPolicy),
+        # None runs in torch, too.
+        ("offload_policy", offload_policy or OffloadPolicy(), OffloadPolicy),
     ):
         if not isinstance(value, kind):
             raise TypeError(f"{argument} must be a {kind.__name__}, got {value!r}")

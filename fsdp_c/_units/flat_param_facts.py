@@ -113,12 +113,20 @@ def find_facts(
     }
 
 
+def _is_same(one: Tensor | None, other: Tensor) -> bool:
+    return one is not None and (
+        (one.data_ptr(), one.device, one.shape, one.dtype)
+        == (other.data_ptr(), other.device, other.shape, other.dtype)
+    )
+
+
 class FlatParamFacts:
     """The attributes, to read; see torch's FlatParameter for their meaning."""
 
     # Lightning asks an optimizer's parameters for it.
     _fsdp_flattened = True
 
+    _seen_shard: Tensor | None = None
     _facts: dict[str, Any]
     # Some of them:
     _places: tuple[_Place, ...]
@@ -160,7 +168,22 @@ class FlatParamFacts:
 
     @property
     def _local_shard(self) -> Tensor:
-        return cast("Tensor", self).data
+        """The shard, without gradient: the same object while it is where it was."""
+        shard = cast("Tensor", self).data
+        if not _is_same(self._seen_shard, shard):
+            self._seen_shard = shard
+        assert self._seen_shard is not None
+        return self._seen_shard
+
+    @_local_shard.setter
+    def _local_shard(self, shard: Tensor) -> None:
+        """Take what programs set it to after a move: ``data``, and nothing else."""
+        if not _is_same(shard, cast("Tensor", self).data):
+            raise AttributeError(
+                "_local_shard of a flat parameter is its data: move it by "
+                "_handle.flat_param_to(), or copy values into it"
+            )
+        self._seen_shard = shard
 
     def shard_metadata(self) -> FlatParamShardMetadata:
         """Return names, shapes and offsets of the parameters in this rank's shard."""

@@ -7,6 +7,7 @@ from torch.distributed import fsdp as torch_fsdp
 
 from fsdp_c._fsdp1.sharded_module import FullyShardedDataParallel
 from fsdp_c._fully_shard import api
+from fsdp_c.integrations import _torch_private
 from fsdp_c.integrations._import_hook import ImportHook
 from fsdp_c.integrations._optimizer_check import OptimizerCheck
 from fsdp_c.integrations._origin import comes_from_fsdp_c
@@ -23,6 +24,7 @@ from fsdp_c.integrations.huggingface import (
 )
 
 PATCHES: tuple[Patch, ...] = (
+    *_torch_private.PATCHES,
     *_accelerate_plugin.PATCHES,
     *_accelerate_state.PATCHES,
     *_accelerate_optimizer.PATCHES,

@@ -299,8 +299,9 @@ FSDP_NODISCARD fsdp_status fsdp_unit_await_unused(fsdp_unit *unit,
  * `unshard` issues the all-gather, `wait_unshard` makes the compute lane wait
  * for it and shows the parameters. The unit then keeps its block until its own
  * next forward or the engine's next backward ends, or fsdp_unit_reshard(),
- * which is also the way to give up what a forward kept for backward. All ranks
- * must call. Nothing happens where there is nothing to do.
+ * which is also the way to give up what a forward kept for backward, and
+ * between steps the memory of gradients that the user cleared. All ranks must
+ * call. Nothing happens where there is nothing to do.
  *
  * FSDP_INVALID_STATE  the unit is in no engine, or summoned.
  */

@@ -67,6 +67,9 @@ fsdp_status fsdp_unit_reshard(fsdp_unit *unit, fsdp_error *error) {
   FSDP_TRY(check_on_demand(unit, error));
   fsdp_unit_priv_unpin(unit);
   FSDP_TRY(fsdp_unit_priv_reshard(unit, error));
+  if (unit->engine->depth == 0 && !unit->engine->in_backward) {
+    fsdp_unit_priv_drop_cleared_grads(unit);
+  }
 done:
   return status;
 }
