@@ -329,9 +329,13 @@ def plan_step(
             bool,
         ]
     ],
-    events: Sequence[
-        tuple[int, int, int, int, float, float]
-        | tuple[int, int, int, int, float, float, int]
+    forward: Sequence[
+        tuple[int, int, int, int, int, float]
+        | tuple[int, int, int, int, int, float, int, int, bool]
+    ],
+    backward: Sequence[
+        tuple[int, int, int, int, int, float]
+        | tuple[int, int, int, int, int, float, int, int, bool]
     ],
     shard_link: tuple[float, float],
     replica_link: tuple[float, float],

@@ -31,11 +31,13 @@ PyObject *fsdp_module_choose_alignment(PyObject *Py_UNUSED(module),
  * that it owns. */
 typedef struct plan_input {
   PyObject *unit_items;
-  PyObject *event_items;
   fsdp_step_unit *units;
   fsdp_segment_options **segments; /* per unit */
-  fsdp_step_event *events;
+  fsdp_step_event *forward;
+  fsdp_step_event *backward;
   Py_ssize_t num_units;
+  Py_ssize_t num_forward;
+  Py_ssize_t num_backward;
 } plan_input;
 
 static void free_input(plan_input *input) {
@@ -44,9 +46,9 @@ static void free_input(plan_input *input) {
   }
   PyMem_Free(input->segments);
   PyMem_Free(input->units);
-  PyMem_Free(input->events);
+  PyMem_Free(input->forward);
+  PyMem_Free(input->backward);
   Py_XDECREF(input->unit_items);
-  Py_XDECREF(input->event_items);
 }
 
 /* One dtype of a unit. 0, or -1 with an exception. */
@@ -144,16 +146,16 @@ static int read_unit(const module_state *state, PyObject *item,
 
 /* 0, or -1 with an exception. */
 static int read_event(PyObject *item, fsdp_step_event *event) {
-  int kind;
-  long long unit, param, nbytes;
-  long long offload_nbytes = 0;
+  int kind, requires_grad = 0;
+  long long unit, param, nbytes, peak_nbytes;
+  long long saved_item = 0, offload_nbytes = 0;
   if (!PyTuple_Check(item)) {
     PyErr_Format(PyExc_TypeError, "events must be tuples, got %R", item);
     return -1;
   }
-  if (!PyArg_ParseTuple(item, "iLLLdd|L;an event of plan_step", &kind, &unit,
-                        &param, &nbytes, &event->forward_seconds,
-                        &event->backward_seconds, &offload_nbytes)) {
+  if (!PyArg_ParseTuple(item, "iLLLLd|LLp;an event of plan_step", &kind, &unit,
+                        &param, &nbytes, &peak_nbytes, &event->seconds,
+                        &saved_item, &offload_nbytes, &requires_grad)) {
     return -1;
   }
   if (kind < FSDP_STEP_ENTER || kind > FSDP_STEP_LEAVE) {
@@ -164,26 +166,43 @@ static int read_event(PyObject *item, fsdp_step_event *event) {
   event->unit = unit;
   event->param = param;
   event->nbytes = nbytes;
+  event->peak_nbytes = peak_nbytes;
+  event->item = saved_item;
   event->offload_nbytes = offload_nbytes;
+  event->requires_grad = requires_grad != 0;
   return 0;
 }
 
+/* A new array of events, released with PyMem_Free(), and their number; or NULL
+ * with an exception. */
+static fsdp_step_event *read_events(PyObject *events, Py_ssize_t *num_events) {
+  fsdp_step_event *result = NULL;
+  PyObject *items = PySequence_Tuple(events);
+  if (items == NULL) return NULL;
+  *num_events = PyTuple_GET_SIZE(items);
+  result = PyMem_Calloc((size_t)*num_events + 1, sizeof *result);
+  if (result == NULL) (void)PyErr_NoMemory(); /* returns NULL */
+  for (Py_ssize_t i = 0; result != NULL && i < *num_events; i++) {
+    if (read_event(PyTuple_GET_ITEM(items, i), &result[i]) < 0) {
+      PyMem_Free(result);
+      result = NULL;
+    }
+  }
+  Py_DECREF(items);
+  return result;
+}
+
 /* Fills `input`; 0, or -1 with an exception. */
-static int read_input(PyObject *module, PyObject *units, PyObject *events,
-                      plan_input *input) {
+static int read_input(PyObject *module, PyObject *units, PyObject *forward,
+                      PyObject *backward, plan_input *input) {
   const module_state *state = PyModule_GetState(module);
   input->unit_items = PySequence_Tuple(units);
   if (input->unit_items == NULL) return -1;
-  input->event_items = PySequence_Tuple(events);
-  if (input->event_items == NULL) return -1;
-  const Py_ssize_t num_events = PyTuple_GET_SIZE(input->event_items);
   input->num_units = PyTuple_GET_SIZE(input->unit_items);
   const size_t num_units = (size_t)input->num_units;
   input->units = PyMem_Calloc(num_units + 1, sizeof *input->units);
   input->segments = PyMem_Calloc(num_units + 1, sizeof *input->segments);
-  input->events = PyMem_Calloc((size_t)num_events + 1, sizeof *input->events);
-  if (input->units == NULL || input->segments == NULL ||
-      input->events == NULL) {
+  if (input->units == NULL || input->segments == NULL) {
     (void)PyErr_NoMemory(); /* returns NULL */
     return -1;
   }
@@ -193,13 +212,10 @@ static int read_input(PyObject *module, PyObject *units, PyObject *events,
       return -1;
     }
   }
-  for (Py_ssize_t i = 0; i < num_events; i++) {
-    if (read_event(PyTuple_GET_ITEM(input->event_items, i), &input->events[i]) <
-        0) {
-      return -1;
-    }
-  }
-  return 0;
+  input->forward = read_events(forward, &input->num_forward);
+  if (input->forward == NULL) return -1;
+  input->backward = read_events(backward, &input->num_backward);
+  return input->backward == NULL ? -1 : 0;
 }
 
 /* Telling ------------------------------------------------------------------ */
@@ -294,11 +310,10 @@ static PyObject *report_dict(const fsdp_step_plan_report *report,
 PyObject *fsdp_module_plan_step(PyObject *module, PyObject *args,
                                 PyObject *kwargs) {
   static const char *const keywords[] = {
-      "units",         "events",      "shard_link",
-      "replica_link",  "num_batches", "accumulation",
-      "wants_scratch", "is_host",     "hosts",
-      "offload",       NULL};
-  PyObject *units, *events; /* borrowed */
+      "units",        "forward",     "backward",     "shard_link",
+      "replica_link", "num_batches", "accumulation", "wants_scratch",
+      "is_host",      "hosts",       "offload",      NULL};
+  PyObject *units, *forward, *backward; /* borrowed */
   fsdp_step_plan_options options = {.num_batches = 1};
   long long num_batches = 1;
   long long num_local = 0;
@@ -306,8 +321,8 @@ PyObject *fsdp_module_plan_step(PyObject *module, PyObject *args,
   int is_host = 0;
   long long offload_keep_last = 0;
   if (!PyArg_ParseTupleAndKeywords(
-          args, kwargs, "OO(dd)(dd)|$Lipp(Ldd)(Ld):plan_step",
-          FSDP_KEYWORDS(keywords), &units, &events,
+          args, kwargs, "OOO(dd)(dd)|$Lipp(Ldd)(Ld):plan_step",
+          FSDP_KEYWORDS(keywords), &units, &forward, &backward,
           &options.shard_link.bytes_per_second,
           &options.shard_link.latency_seconds,
           &options.replica_link.bytes_per_second,
@@ -329,7 +344,7 @@ PyObject *fsdp_module_plan_step(PyObject *module, PyObject *args,
   plan_input input = {0};
   double *unit_seconds = NULL;
   PyObject *result = NULL;
-  if (read_input(module, units, events, &input) < 0) goto done;
+  if (read_input(module, units, forward, backward, &input) < 0) goto done;
   unit_seconds =
       PyMem_Calloc((size_t)input.num_units + 1, sizeof *unit_seconds);
   if (unit_seconds == NULL) {
@@ -338,8 +353,10 @@ PyObject *fsdp_module_plan_step(PyObject *module, PyObject *args,
   }
   options.units = input.units;
   options.num_units = input.num_units;
-  options.events = input.events;
-  options.num_events = PyTuple_GET_SIZE(input.event_items);
+  options.forward = input.forward;
+  options.num_forward = input.num_forward;
+  options.backward = input.backward;
+  options.num_backward = input.num_backward;
   options.num_batches = num_batches;
   options.accumulation = (fsdp_sync)accumulation;
   options.wants_scratch = wants_scratch != 0;

@@ -16,9 +16,11 @@ from torch.distributed.fsdp.api import (
 
 from fsdp_c._units.groups import HYBRID
 from fsdp_c.plan._errors import PlanError
+from fsdp_c.plan._events import recomputed_units
 from fsdp_c.plan._models import ModelSource
 from fsdp_c.plan._plan import RankPlan, Settings, plan_rank
-from fsdp_c.plan._trace import ForwardTrace, trace_forward
+from fsdp_c.plan._recorder import trace_step
+from fsdp_c.plan._trace import StepTrace
 from fsdp_c.plan._units import (
     PlannedUnit,
     find_units,
@@ -33,6 +35,13 @@ _WORTH = 0.01
 _TIMES = (
     "Times are estimates: operations over --tflops, collectives over the link, copies "
     "to the host over --copy-gbps; casts, the optimizer and the host are not counted."
+)
+
+_ACTIVATIONS = (
+    "Activations are those of a forward and a backward on meta, from the creation of "
+    "each tensor to its end, with the loss and with attention as a fused kernel; "
+    "temporary memory inside kernels, the allocator's gaps and the CUDA context are "
+    "not in it."
 )
 
 
@@ -163,16 +172,29 @@ def plan_model(
         _check_whole(world_sizes[0], mesh)
     model, _ = source.build()
     chosen = parse(wrap, model)
-    traced, inputs = source.build(sharding.param_dtype)
-    trace = trace_forward(traced, inputs, source.batch * source.sequence)
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     options = candidates(model) if wrap == AUTO else [chosen]
     first = (world_sizes[0], meshes[0])
 
+    traces: dict[tuple[str, ...], StepTrace] = {}  # by what is recomputed
+
+    def trace_of(units: list[PlannedUnit]) -> StepTrace:
+        recomputed = tuple(recomputed_units(units)) if settings.recomputes else ()
+        if recomputed not in traces:
+            traced, inputs = source.build()
+            traces[recomputed] = trace_step(
+                traced,
+                inputs,
+                source.batch * source.sequence,
+                param_dtype=sharding.param_dtype,
+                recomputed=recomputed,
+            )
+        return traces[recomputed]
+
     def plan(
         units: list[PlannedUnit], size: int, at: tuple[int, int] | None
     ) -> RankPlan:
-        return plan_rank(units, trace, settings, size, at, buffers)
+        return plan_rank(units, trace_of(units), settings, size, at, buffers)
 
     params = dict(model.named_parameters())
     kind = type(model).__name__
@@ -188,8 +210,8 @@ def plan_model(
         kind=kind,
         numel=sum(param.numel() for param in params.values()),
         trainable_numel=sum(p.numel() for p in params.values() if p.requires_grad),
-        num_tokens=trace.num_tokens,
-        flops=trace.flops,
+        num_tokens=trace_of(units).num_tokens,
+        flops=trace_of(units).flops,
         wrap=chosen.text,
         code=chosen.calls if sharding.fully_shard else chosen.code,
         why=chosen.why,
@@ -197,7 +219,7 @@ def plan_model(
             plan(units, size, at) for size, at in zip(world_sizes, meshes, strict=True)
         ),
         suggestions=_sorted(suggestions, memory_nbytes, by_calls=sharding.fully_shard),
-        notes=_notes(trace),
+        notes=_notes(trace_of(units)),
     )
 
 
@@ -306,16 +328,19 @@ def _sorted(
     )
 
 
-def _notes(trace: ForwardTrace) -> tuple[str, ...]:
-    if trace.has_activations:
+def _notes(trace: StepTrace) -> tuple[str, ...]:
+    if trace.no_forward:
         return (
-            "Activations are an estimate: what autograd keeps of a forward on meta, "
-            "with attention as a fused kernel; temporary memory of kernels, the "
-            "allocator's gaps and the CUDA context are not in it.",
+            f"Activations are not known: {trace.no_forward}. The units' order is that "
+            "of the module tree, and each element of a matrix counts 2 operations per "
+            "token.",
             _TIMES,
         )
-    return (
-        f"Activations are not known: {trace.why}. The units' order is that of the "
-        "module tree, and each element of a matrix counts 2 operations per token.",
-        _TIMES,
-    )
+    if trace.no_backward:
+        return (
+            "Activations are an estimate: what a forward on meta leaves behind. Its "
+            f"backward {trace.no_backward}, so gradients of activations and "
+            "recomputation are not in it.",
+            _TIMES,
+        )
+    return (_ACTIVATIONS, _TIMES)

@@ -38,13 +38,8 @@ class ModelSource:
     dtype: torch.dtype | None = None
     frozen: tuple[str, ...] = ()
 
-    def build(
-        self, dtype: torch.dtype | None = None
-    ) -> tuple[nn.Module, Inputs | None]:
+    def build(self) -> tuple[nn.Module, Inputs | None]:
         """Return a new model on meta, and its inputs if they are known.
-
-        Args:
-            dtype: Of its floating parameters and buffers; that of the shards if None.
 
         Raises:
             PlanError: The factory raised, returned no model, or a pattern of
@@ -63,9 +58,8 @@ class ModelSource:
         _check_model(self.name, model)
         model.to("meta")
         _freeze(model, self.frozen)
-        wanted = dtype or self.dtype
-        if wanted is not None:
-            model.to(wanted)
+        if self.dtype is not None:
+            model.to(self.dtype)
         return model, inputs
 
 

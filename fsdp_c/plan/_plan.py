@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,8 +12,9 @@ from fsdp_c import _native
 from fsdp_c._units.config import _PREFETCHES, RESHARDING
 from fsdp_c._units.keep_whole import block_numels, check_padding
 from fsdp_c.plan._errors import PlanError
+from fsdp_c.plan._events import StepEvents
 from fsdp_c.plan._explain import _chosen
-from fsdp_c.plan._trace import ForwardTrace
+from fsdp_c.plan._trace import StepTrace
 from fsdp_c.plan._units import PlannedUnit, groups_of
 from fsdp_c.plan._whole import Chooser, WholeStep, is_hidden_matrix, plan_whole_step
 
@@ -32,7 +33,6 @@ OPTIMIZERS = {
 _STEPS_WHOLES = "muon"
 _STEP_NBYTES = 4  # torch keeps an optimizer's step as one fp32 element
 _BITS = 8
-BACKWARD_FACTOR = 2  # operations of backward for each of forward
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ class RankPlan:
 
 def plan_rank(
     units: Sequence[PlannedUnit],
-    trace: ForwardTrace,
+    trace: StepTrace,
     settings: Settings,
     world_size: int,
     mesh: tuple[int, int] | None = None,
@@ -227,7 +227,7 @@ def plan_rank(
 
     Args:
         units: From :func:`fsdp_c.plan._units.find_units`.
-        trace: From :func:`fsdp_c.plan._trace.trace_forward`, of the same model.
+        trace: From :func:`fsdp_c.plan._recorder.trace_step`, of the same model.
         settings: See there.
         world_size: All ranks, >= 1.
         mesh: (replicas, shards) for the hybrid strategies.
@@ -257,11 +257,17 @@ def plan_rank(
         )
         for i, (unit, layout) in enumerate(zip(units, layouts, strict=True))
     ]
-    run = _Events(units, trace, settings)
+    run = StepEvents(
+        units,
+        trace,
+        flops_per_second=settings.tflops * 1e12,
+        offload_min_bytes=settings.offload_min_bytes,
+    )
     try:
         report: dict[str, Any] = _native.plan_step(
             native_units,
-            run.events,
+            run.forward,
+            run.backward,
             settings.link.in_seconds(),
             settings.replica_link.in_seconds(),
             num_batches=settings.num_batches,
@@ -276,6 +282,7 @@ def plan_rank(
         )
     except (ValueError, OverflowError, RuntimeError) as error:
         raise PlanError(f"{world_size} ranks: {error}") from error
+    trained = _trained(units, run.trained, settings)
     whole, left_out = None, frozenset[str]()
     if settings.optimizer == _STEPS_WHOLES:
         whole, left_out = plan_whole_step(
@@ -283,16 +290,14 @@ def plan_rank(
             layouts,
             [groups_of(unit.config, world_size, mesh)[1] for unit in units],
             settings.steps_whole or is_hidden_matrix,
-            trained_units=run.trained_units,
+            trained=trained,
             by_rows=settings.by_rows,
             on_cpu=settings.on_cpu,
             rank=settings.rank,
         )
     optimizer = [
-        _optimizer_nbytes(unit, layout, settings, left_out)
-        if i in run.trained_units
-        else 0
-        for i, (unit, layout) in enumerate(zip(units, layouts, strict=True))
+        _optimizer_nbytes(unit, layout, settings, trained - left_out)
+        for unit, layout in zip(units, layouts, strict=True)
     ]
     unit_plans = tuple(
         _unit_plan(unit, layout, dtypes[i], report["unit_exposed_seconds"][i])
@@ -328,7 +333,7 @@ def plan_rank(
         partial_grad_nbytes=report["partial_grad_nbytes"],
         buffer_nbytes=buffer_nbytes,
         pending_grad_nbytes=peak["pending_grads"],
-        activation_nbytes=peak["activations"] if trace.has_activations else None,
+        activation_nbytes=None if trace.no_forward else peak["activations"],
         peak_nbytes=at_rest + max(peak["nbytes"], in_step),
         host_nbytes=on_host + held_on_host + peak["host"],
         pinned_nbytes=report["pinned_nbytes"],
@@ -424,19 +429,41 @@ def _unit_plan(
     )
 
 
+def _trained(
+    units: Sequence[PlannedUnit], used: Collection[str], settings: Settings
+) -> frozenset[str]:
+    """Return the names of the parameters that get gradients.
+
+    FullyShardedDataParallel reduces a unit as a whole: what backward does not reach
+    gets zeros.
+    """
+    return frozenset(
+        param.name
+        for unit in units
+        for param in unit.params
+        if param.requires_grad
+        and (
+            param.name in used
+            or (not settings.by_rows and any(p.name in used for p in unit.params))
+        )
+    )
+
+
 def _optimizer_nbytes(
     unit: PlannedUnit,
     layout: _native.Layout,
     settings: Settings,
-    left_out: frozenset[str],
+    stepped: frozenset[str],
 ) -> int:
     """Return the bytes of torch's optimizer over what the unit shows to it.
 
-    ``left_out`` are names of parameters that another one steps.
+    ``stepped`` are the names of the parameters that it steps.
     """
     num_states, has_step = OPTIMIZERS[settings.optimizer]
     step = _STEP_NBYTES if has_step else 0
     total = 0
+    if not any(param.name in stepped for param in unit.params):
+        return 0
     if not unit.config.use_orig_params:
         for master, is_trainable, _, _, shard_numel, _ in layout.segments:
             if is_trainable and shard_numel > 0:
@@ -445,124 +472,9 @@ def _optimizer_nbytes(
     rank = settings.rank % layout.world_size
     for index, param in enumerate(unit.params):
         begin, end, _, _ = layout.intersect(index, rank)
-        if not param.requires_grad or param.name in left_out:
+        if param.name not in stepped:
             continue
         # fully_shard() shows every rank all parameters.
         if end > begin or settings.by_rows:
             total += num_states * (end - begin) * param.dtype.itemsize + step
     return total
-
-
-# Events -----------------------------------------------------------------------
-
-_Event = tuple[int, int, int, int, float, float, int]
-
-
-class _Events:
-    """Turns a trace into the events of units; see csrc/core/plan/step_plan.h."""
-
-    def __init__(
-        self, units: Sequence[PlannedUnit], trace: ForwardTrace, settings: Settings
-    ) -> None:
-        self._units = {u.name: i for i, u in enumerate(units) if u.main is None}
-        # Units apart run with their main ones.
-        self._mains = [
-            i if unit.main is None else self._units[unit.main]
-            for i, unit in enumerate(units)
-        ]
-        self._params = {
-            param.name: (i, j)
-            for i, unit in enumerate(units)
-            for j, param in enumerate(unit.params)
-        }
-        self._trains = [[p.requires_grad for p in unit.params] for unit in units]
-        self._rate = settings.tflops * 1e12
-        self._recomputes = settings.recomputes
-        self._min_bytes = settings.offload_min_bytes
-        self._inside: list[int] = []  # units entered, the root first
-        # Of the recomputed unit that is entered: its ENTER event, what is kept
-        # inside it, and its forward.
-        self._begin = 0
-        self._kept_nbytes = 0
-        self._seconds = 0.0
-        self.events: list[_Event] = []
-        self.trained_units: set[int] = set()  # those that get gradients
-        handlers: dict[str, Callable[..., None]] = {
-            "enter": self._enter,
-            "use": self._use,
-            "work": self._work,
-            "leave": self._leave,
-        }
-        for entry in trace.entries:
-            handlers[entry.kind](entry)
-
-    def _is_recomputed(self, depth: int) -> bool:
-        """Whether a unit at this depth, or one around it, is recomputed."""
-        return self._recomputes and depth > 1
-
-    def _enter(self, entry: Any) -> None:
-        unit = self._units.get(entry.name)
-        if unit is None:
-            return
-        self._inside.append(unit)
-        if self._is_recomputed(len(self._inside)) and len(self._inside) == 2:
-            self._kept_nbytes = 0
-            self._seconds = 0.0
-            self._add(_native.PLAN_WORK, nbytes=entry.nbytes, storages=(entry.nbytes,))
-            self._begin = len(self.events)
-        self._add(_native.PLAN_ENTER, unit)
-        for apart in reversed(self._apart_from(unit)):
-            self._add(_native.PLAN_ENTER, apart)
-
-    def _apart_from(self, unit: int) -> list[int]:
-        return [i for i, main in enumerate(self._mains) if main == unit != i]
-
-    def _use(self, entry: Any) -> None:
-        unit, param = self._params.get(entry.name, (-1, 0))
-        if unit >= 0 and self._mains[unit] in self._inside:  # not ignored; it runs
-            self._add(_native.PLAN_USE, unit, param)
-            if self._trains[unit][param]:
-                self.trained_units.add(unit)
-
-    def _work(self, entry: Any) -> None:
-        seconds = entry.flops / self._rate
-        nbytes, storages = entry.nbytes, entry.storages
-        if self._is_recomputed(len(self._inside)):
-            self._kept_nbytes += nbytes
-            self._seconds += seconds
-            nbytes, storages = 0, ()
-        self._add(
-            _native.PLAN_WORK,
-            nbytes=nbytes,
-            forward=seconds,
-            backward=BACKWARD_FACTOR * seconds,
-            storages=storages,
-        )
-
-    def _leave(self, entry: Any) -> None:
-        unit = self._units.get(entry.name)
-        if unit is None:
-            return
-        nbytes, seconds = 0, 0.0
-        if self._is_recomputed(len(self._inside)) and len(self._inside) == 2:
-            nbytes, seconds = self._kept_nbytes, self._seconds
-            enter = (_native.PLAN_ENTER, unit, 0, nbytes, 0.0, 0.0, 0)
-            self.events[self._begin] = enter
-        self._inside.pop()
-        for apart in self._apart_from(unit):
-            self._add(_native.PLAN_LEAVE, apart)
-        self._add(_native.PLAN_LEAVE, unit, nbytes=nbytes, backward=seconds)
-
-    def _add(
-        self,
-        kind: int,
-        unit: int = 0,
-        param: int = 0,
-        *,
-        nbytes: int = 0,
-        forward: float = 0.0,
-        backward: float = 0.0,
-        storages: Sequence[int] = (),
-    ) -> None:
-        offloaded = sum(each for each in storages if each >= self._min_bytes)
-        self.events.append((kind, unit, param, nbytes, forward, backward, offloaded))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -81,7 +81,7 @@ def plan_whole_step(
     replicas: Sequence[int],
     chooses: Chooser,
     *,
-    trained_units: set[int],
+    trained: Collection[str],
     by_rows: bool,
     on_cpu: bool,
     rank: int,
@@ -95,7 +95,7 @@ def plan_whole_step(
         layouts: Theirs.
         replicas: Of each unit, how many.
         chooses: Of a parameter that requires gradients.
-        trained_units: Those that get gradients.
+        trained: Names of the parameters that get gradients.
         by_rows: Units are those of fully_shard().
         on_cpu: Train on the CPU; else the next round is under way during a step.
         rank: Of all ranks.
@@ -112,7 +112,7 @@ def plan_whole_step(
             )
         for index, param in enumerate(unit.params):
             if param.requires_grad and chooses(param.name, param.shape):
-                chosen = _Chosen(param, layout, index, i in trained_units)
+                chosen = _Chosen(param, layout, index, param.name in trained)
                 grids.setdefault((layout.world_size, replicas[i]), []).append(chosen)
     if not grids:
         raise PlanError(

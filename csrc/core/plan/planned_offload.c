@@ -38,19 +38,19 @@ static void forget(void *context, void *token) {
 
 fsdp_status fsdp_planned_offload_init(fsdp_planned_offload *self,
                                       fsdp_counting_device *device,
-                                      int64_t num_events, int64_t keep_last,
+                                      int64_t num_items, int64_t keep_last,
                                       fsdp_error *error) {
   fsdp_status status = FSDP_OK;
 
   *self = (fsdp_planned_offload){.device = device};
   if (keep_last == 0) return FSDP_OK;
   self->ops = fsdp_counting_device_ops(device);
-  self->items = fsdp_calloc((size_t)num_events, sizeof *self->items);
+  self->items = fsdp_calloc((size_t)num_items, sizeof *self->items);
   if (self->items == NULL) {
     status = FSDP_FAIL(error, FSDP_OUT_OF_MEMORY, "plan of an offload");
     goto done;
   }
-  self->num_items = num_events;
+  self->num_items = num_items;
   const fsdp_offload_calls calls = {self, is_alone, let_go, make, forget};
   FSDP_TRY(fsdp_offload_create(&self->ops, &calls, FSDP_OFFLOAD_CHUNK_NBYTES,
                                &self->offload, error));
@@ -85,26 +85,26 @@ fsdp_status fsdp_planned_offload_end_backward(fsdp_planned_offload *self,
   return fsdp_offload_end_backward(self->offload, error);
 }
 
-fsdp_status fsdp_planned_offload_save(fsdp_planned_offload *self, int64_t event,
+fsdp_status fsdp_planned_offload_save(fsdp_planned_offload *self, int64_t index,
                                       int64_t nbytes, fsdp_error *error) {
   if (self->offload == NULL || nbytes == 0) return FSDP_OK;
-  fsdp_planned_item *item = &self->items[event];
+  fsdp_planned_item *item = &self->items[index];
   item->nbytes = nbytes;
   item->is_on_device = true;
   return fsdp_offload_add(self->offload, item, item, nbytes, &item->item,
                           error);
 }
 
-fsdp_status fsdp_planned_offload_need(fsdp_planned_offload *self, int64_t event,
+fsdp_status fsdp_planned_offload_need(fsdp_planned_offload *self, int64_t index,
                                       fsdp_error *error) {
-  if (self->offload == NULL || self->items[event].item == NULL) return FSDP_OK;
-  return fsdp_offload_need(self->offload, self->items[event].item, error);
+  if (self->offload == NULL || self->items[index].item == NULL) return FSDP_OK;
+  return fsdp_offload_need(self->offload, self->items[index].item, error);
 }
 
-void fsdp_planned_offload_drop(fsdp_planned_offload *self, int64_t event) {
-  if (self->offload == NULL || self->items[event].item == NULL) return;
-  fsdp_offload_drop(self->offload, self->items[event].item);
-  self->items[event].item = NULL;
+void fsdp_planned_offload_drop(fsdp_planned_offload *self, int64_t index) {
+  if (self->offload == NULL || self->items[index].item == NULL) return;
+  fsdp_offload_drop(self->offload, self->items[index].item);
+  self->items[index].item = NULL;
 }
 
 fsdp_offload_stats fsdp_planned_offload_stats(

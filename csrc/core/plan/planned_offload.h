@@ -1,6 +1,6 @@
 /*
  * Planned offload: drives the offload of saved tensors over the counting port,
- * with one item for each event of a step plan that saves some.
+ * with one item for each forward event of a step plan that saves some.
  */
 #ifndef FSDP_PLAN_PLANNED_OFFLOAD_H
 #define FSDP_PLAN_PLANNED_OFFLOAD_H
@@ -21,16 +21,16 @@ typedef struct fsdp_planned_item {
 typedef struct fsdp_planned_offload {
   fsdp_counting_device *device; /* borrowed */
   fsdp_device_ops ops;
-  fsdp_offload *offload;    /* NULL: nothing is offloaded */
-  fsdp_planned_item *items; /* per event */
+  fsdp_offload *offload; /* NULL: nothing is offloaded */
+  fsdp_planned_item *items;
   int64_t num_items;
 } fsdp_planned_offload;
 
 /* keep_last 0: nothing is offloaded, and the other functions do nothing. The
  * caller's storage, which must not move; fini also after a failure. */
 FSDP_NODISCARD fsdp_status fsdp_planned_offload_init(
-    fsdp_planned_offload *self, fsdp_counting_device *device,
-    int64_t num_events, int64_t keep_last, fsdp_error *error);
+    fsdp_planned_offload *self, fsdp_counting_device *device, int64_t num_items,
+    int64_t keep_last, fsdp_error *error);
 void fsdp_planned_offload_fini(fsdp_planned_offload *self);
 
 /* A unit's forward begins; the forward of the root ends; a backward ends. */
@@ -41,16 +41,16 @@ fsdp_planned_offload_leave(fsdp_planned_offload *self, fsdp_error *error);
 FSDP_NODISCARD fsdp_status fsdp_planned_offload_end_backward(
     fsdp_planned_offload *self, fsdp_error *error);
 
-/* The event has saved `nbytes` (0: nothing), which are held already; its
- * backward needs them; they go. */
+/* Item `index` has been saved, `nbytes` (0: nothing) that are held already;
+ * backward needs it; it goes. */
 FSDP_NODISCARD fsdp_status fsdp_planned_offload_save(fsdp_planned_offload *self,
-                                                     int64_t event,
+                                                     int64_t index,
                                                      int64_t nbytes,
                                                      fsdp_error *error);
 FSDP_NODISCARD fsdp_status fsdp_planned_offload_need(fsdp_planned_offload *self,
-                                                     int64_t event,
+                                                     int64_t index,
                                                      fsdp_error *error);
-void fsdp_planned_offload_drop(fsdp_planned_offload *self, int64_t event);
+void fsdp_planned_offload_drop(fsdp_planned_offload *self, int64_t index);
 
 /* Zeros if nothing is offloaded. */
 fsdp_offload_stats fsdp_planned_offload_stats(const fsdp_planned_offload *self);

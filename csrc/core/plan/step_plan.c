@@ -5,6 +5,7 @@
 #include <math.h>
 
 #include "base/alloc.h"
+#include "base/arith.h"
 #include "plan/planned_offload.h"
 
 /* The first step finds the order, the second is the first that prefetches by
@@ -17,8 +18,8 @@ typedef struct planned_unit {
   fsdp_counting_transport shard_transport;
   fsdp_counting_transport replica_transport;
   fsdp_segment_options *segments;
-  bool *is_used; /* per parameter: an event uses it */
-  int64_t num_trainable_uses;
+  bool *is_used; /* per parameter: its gradient comes in a backward */
+  int64_t num_uses;
   bool is_silent; /* the gradients that come do not tell when backward has
                      left the unit */
   int64_t num_inputs_ready; /* events that will tell it, in a backward */
@@ -32,7 +33,6 @@ typedef struct plan_run {
   fsdp_counting_device device;
   fsdp_planned_offload offload;
   planned_unit *units;
-  bool *has_grad; /* per event: the data that flows there requires grad */
   fsdp_engine *engine;
 } plan_run;
 
@@ -79,41 +79,47 @@ static fsdp_status check_options(const fsdp_step_plan_options *options,
     goto done;
   }
   if (options->num_units < 1 || options->num_batches < 1 ||
-      options->num_events < 0) {
+      options->num_forward < 0 || options->num_backward < 0) {
     status = FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
                        "a plan needs at least 1 unit and 1 batch, got %" PRId64
-                       ", %" PRId64 " and %" PRId64 " events",
+                       ", %" PRId64 ", and %" PRId64 " and %" PRId64 " events",
                        options->num_units, options->num_batches,
-                       options->num_events);
+                       options->num_forward, options->num_backward);
   }
 done:
   return status;
 }
 
 static fsdp_status check_event(const fsdp_step_plan_options *options,
-                               int64_t index, fsdp_error *error) {
-  const fsdp_step_event *event = &options->events[index];
-  if (event->nbytes < 0 || !is_seconds(event->forward_seconds) ||
-      !is_seconds(event->backward_seconds)) {
+                               const fsdp_step_event *event,
+                               fsdp_error *error) {
+  const bool is_work = event->kind == FSDP_STEP_WORK;
+  const bool may_hold = is_work || event->kind == FSDP_STEP_USE;
+  const int64_t least_peak = event->nbytes > 0 ? event->nbytes : 0;
+
+  if (event->peak_nbytes < least_peak || !is_seconds(event->seconds) ||
+      (!may_hold && (event->nbytes != 0 || event->peak_nbytes != 0))) {
     return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
-                     "event %" PRId64 " has %" PRId64
-                     " bytes and takes %g and %g seconds: need numbers >= 0",
-                     index, event->nbytes, event->forward_seconds,
-                     event->backward_seconds);
+                     "an event changes activations by %" PRId64
+                     " bytes and at most %" PRId64
+                     ", and takes %g seconds: need a most that is no less, 0 "
+                     "unless it is WORK or USE, and seconds >= 0",
+                     event->nbytes, event->peak_nbytes, event->seconds);
   }
-  if (event->offload_nbytes < 0 || event->offload_nbytes > event->nbytes ||
-      (event->offload_nbytes > 0 && event->kind != FSDP_STEP_WORK)) {
+  if (event->offload_nbytes < 0 ||
+      (event->offload_nbytes > 0 &&
+       (!is_work || event->item < 0 || event->item >= options->num_forward))) {
     return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
-                     "event %" PRId64 " offloads %" PRId64 " of %" PRId64
-                     " bytes: need 0 up to all of them, and 0 unless it is "
-                     "WORK",
-                     index, event->offload_nbytes, event->nbytes);
+                     "an event offloads %" PRId64 " bytes of item %" PRId64
+                     ": need 0 or more, 0 unless it is WORK, and an item in "
+                     "[0, %" PRId64 ")",
+                     event->offload_nbytes, event->item, options->num_forward);
   }
-  if (event->kind == FSDP_STEP_WORK) return FSDP_OK;
+  if (is_work) return FSDP_OK;
   if (event->unit < 0 || event->unit >= options->num_units) {
     return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
-                     "event %" PRId64 " names unit %" PRId64 " of %" PRId64,
-                     index, event->unit, options->num_units);
+                     "an event names unit %" PRId64 " of %" PRId64, event->unit,
+                     options->num_units);
   }
   return FSDP_OK;
 }
@@ -123,69 +129,97 @@ static bool is_trainable(const fsdp_flat_layout *layout, int64_t param) {
   return fsdp_flat_layout_segment(layout, segment)->requires_grad;
 }
 
-static fsdp_status check_use(plan_run *run, int64_t index, fsdp_error *error) {
-  const fsdp_step_event *event = &run->options->events[index];
+static fsdp_status check_use(plan_run *run, const fsdp_step_event *event,
+                             fsdp_error *error) {
   const fsdp_step_unit *unit = &run->options->units[event->unit];
   planned_unit *planned = &run->units[event->unit];
   const int64_t num_params = fsdp_flat_layout_num_params(unit->layout);
 
   if (event->param < 0 || event->param >= num_params ||
-      planned->is_used[event->param] || event->nbytes != 0) {
+      planned->is_used[event->param] ||
+      !is_trainable(unit->layout, event->param)) {
     return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
-                     "event %" PRId64 " uses parameter %" PRId64
+                     "backward uses parameter %" PRId64
                      " of unit '%s', which has %" PRId64
-                     ": each is used at most once, without activations",
-                     index, event->param, unit->name, num_params);
+                     ": each that is trainable is used at most once",
+                     event->param, unit->name, num_params);
   }
   planned->is_used[event->param] = true;
-  if (is_trainable(unit->layout, event->param)) planned->num_trainable_uses++;
+  planned->num_uses++;
   return FSDP_OK;
 }
 
-static fsdp_status check_nesting(plan_run *run, int64_t index,
+static fsdp_status check_nesting(plan_run *run, const fsdp_step_event *event,
                                  fsdp_error *error) {
-  const fsdp_step_event *event = &run->options->events[index];
-  planned_unit *planned = &run->units[event->unit];
   const bool enters = event->kind == FSDP_STEP_ENTER;
   const bool is_root = event->unit == 0;
 
+  if (event->kind == FSDP_STEP_USE) {
+    return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
+                     "forward uses parameter %" PRId64
+                     " of unit '%s': gradients come in backward",
+                     event->param, run->options->units[event->unit].name);
+  }
+  planned_unit *planned = &run->units[event->unit];
   planned->num_entered += enters ? 1 : -1;
   if (planned->num_entered >= 0 && (is_root || run->units[0].num_entered > 0)) {
     return FSDP_OK;
   }
   return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
-                   "event %" PRId64
-                   " %s unit '%s' outside the root, or "
+                   "forward %s unit '%s' outside the root, or "
                    "without an ENTER before it",
-                   index, enters ? "enters" : "leaves",
+                   enters ? "enters" : "leaves",
                    run->options->units[event->unit].name);
 }
 
-/* Goes through forward once: which data requires grad, and what tells each unit
- * that backward has left it (Note [Leaving a unit in backward]). */
+static fsdp_status add_activations(int64_t *held, const fsdp_step_event *event,
+                                   fsdp_error *error) {
+  if (!fsdp_add_i64(*held, event->nbytes, held)) {
+    return FSDP_FAIL(error, FSDP_OVERFLOW,
+                     "activations do not fit in int64: the model is too large "
+                     "to be planned");
+  }
+  if (*held < 0) {
+    return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
+                     "an event gives back %" PRId64
+                     " bytes of activations more than there are",
+                     -*held);
+  }
+  return FSDP_OK;
+}
+
+/* Goes through a step once, and finds what tells each unit that backward has
+ * left it (Note [Leaving a unit in backward]). */
 static fsdp_status read_events(plan_run *run, fsdp_error *error) {
   const fsdp_step_plan_options *options = run->options;
-  bool has_grad = false;
+  int64_t held = 0;
   fsdp_status status = FSDP_OK;
 
-  for (int64_t i = 0; i < options->num_events; i++) {
-    const fsdp_step_event *event = &options->events[i];
-    FSDP_TRY(check_event(options, i, error));
-    if (event->kind == FSDP_STEP_USE) {
-      FSDP_TRY(check_use(run, i, error));
-      has_grad = has_grad ||
-                 is_trainable(options->units[event->unit].layout, event->param);
-    } else if (event->kind != FSDP_STEP_WORK) {
-      FSDP_TRY(check_nesting(run, i, error));
-      if (event->kind == FSDP_STEP_ENTER && has_grad) {
-        run->units[event->unit].num_inputs_ready++;
-      }
+  for (int64_t i = 0; i < options->num_forward; i++) {
+    const fsdp_step_event *event = &options->forward[i];
+    FSDP_TRY(check_event(options, event, error));
+    FSDP_TRY(add_activations(&held, event, error));
+    if (event->kind == FSDP_STEP_WORK) continue;
+    FSDP_TRY(check_nesting(run, event, error));
+  }
+  for (int64_t i = 0; i < options->num_backward; i++) {
+    const fsdp_step_event *event = &options->backward[i];
+    FSDP_TRY(check_event(options, event, error));
+    FSDP_TRY(add_activations(&held, event, error));
+    if (event->kind == FSDP_STEP_USE) FSDP_TRY(check_use(run, event, error));
+    if (event->kind == FSDP_STEP_ENTER) {
+      run->units[event->unit].num_inputs_ready++;
     }
-    run->has_grad[i] = has_grad;
+  }
+  if (held != 0) {
+    status = FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
+                       "%" PRId64 " bytes of activations are never given back",
+                       held);
+    goto done;
   }
   for (int64_t i = 0; i < options->num_units; i++) {
     planned_unit *planned = &run->units[i];
-    planned->is_silent = planned->num_trainable_uses !=
+    planned->is_silent = planned->num_uses !=
                          fsdp_flat_layout_num_params(options->units[i].layout);
     if (planned->num_entered != 0) {
       status = FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
@@ -266,14 +300,13 @@ static fsdp_status run_init(plan_run *run,
                               !options->wants_scratch; /* shared memory */
   run->device.copy_bytes_per_second = options->copy_bytes_per_second;
   run->units = fsdp_calloc((size_t)options->num_units, sizeof *run->units);
-  run->has_grad = fsdp_calloc((size_t)options->num_events, sizeof(bool));
-  if (run->units == NULL || run->has_grad == NULL) {
+  if (run->units == NULL) {
     status = FSDP_FAIL(error, FSDP_OUT_OF_MEMORY, "plan of %" PRId64 " units",
                        options->num_units);
     goto done;
   }
   FSDP_TRY(fsdp_planned_offload_init(&run->offload, &run->device,
-                                     options->num_events,
+                                     options->num_forward,
                                      options->offload_keep_last, error));
   const fsdp_device_ops ops = fsdp_counting_device_ops(&run->device);
   const fsdp_view_ops views = fsdp_counting_device_views(&run->device);
@@ -296,18 +329,31 @@ static void run_fini(plan_run *run) {
     fsdp_free(planned->segments);
   }
   fsdp_engine_destroy(run->engine);
-  fsdp_free(run->has_grad);
   fsdp_free(run->units);
 }
 
 /* Running ------------------------------------------------------------------ */
 
+/* What the event changes in activations, its most first. */
+static fsdp_status change_activations(plan_run *run,
+                                      const fsdp_step_event *event,
+                                      fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  FSDP_TRY(fsdp_counting_device_hold(&run->device, FSDP_COUNTED_ACTIVATIONS,
+                                     event->peak_nbytes, error));
+  FSDP_TRY(fsdp_counting_device_hold(&run->device, FSDP_COUNTED_ACTIVATIONS,
+                                     event->nbytes - event->peak_nbytes,
+                                     error));
+done:
+  return status;
+}
+
 static fsdp_status run_forward(plan_run *run, fsdp_error *error) {
   const fsdp_step_plan_options *options = run->options;
   fsdp_status status = FSDP_OK;
 
-  for (int64_t i = 0; i < options->num_events; i++) {
-    const fsdp_step_event *event = &options->events[i];
+  for (int64_t i = 0; i < options->num_forward; i++) {
+    const fsdp_step_event *event = &options->forward[i];
     planned_unit *planned =
         event->kind == FSDP_STEP_WORK ? NULL : &run->units[event->unit];
     run->device.charged_unit =
@@ -316,19 +362,18 @@ static fsdp_status run_forward(plan_run *run, fsdp_error *error) {
       FSDP_TRY(fsdp_unit_pre_forward(planned->unit, false, error));
       FSDP_TRY(fsdp_planned_offload_enter(&run->offload, error));
     }
-    fsdp_counting_device_compute(&run->device, event->forward_seconds);
+    fsdp_counting_device_compute(&run->device, event->seconds);
     if (event->kind == FSDP_STEP_WORK) {
-      FSDP_TRY(fsdp_counting_device_hold(&run->device, FSDP_COUNTED_ACTIVATIONS,
-                                         event->nbytes, error));
-      FSDP_TRY(fsdp_planned_offload_save(&run->offload, i,
+      FSDP_TRY(change_activations(run, event, error));
+      FSDP_TRY(fsdp_planned_offload_save(&run->offload, event->item,
                                          event->offload_nbytes, error));
     }
     if (event->kind == FSDP_STEP_LEAVE) {
       if (event->unit == 0) {
         FSDP_TRY(fsdp_planned_offload_leave(&run->offload, error));
       }
-      FSDP_TRY(fsdp_unit_post_forward(planned->unit, false, run->has_grad[i],
-                                      error));
+      FSDP_TRY(fsdp_unit_post_forward(planned->unit, false,
+                                      event->requires_grad, error));
     }
   }
 done:
@@ -337,7 +382,7 @@ done:
 
 /* As the bridge's expect_grads: once per backward. */
 static void expect_grads(planned_unit *planned) {
-  const int64_t num_grads = planned->num_trainable_uses;
+  const int64_t num_grads = planned->num_uses;
   /* One that never comes keeps the unit to the end of backward. */
   const int64_t num_inputs =
       planned->num_inputs_ready > 0 ? planned->num_inputs_ready : 1;
@@ -356,7 +401,6 @@ static fsdp_status give_grad(plan_run *run, const fsdp_step_event *event,
   fsdp_grad grad = {.param = event->param, .is_expected = true};
   fsdp_status status = FSDP_OK;
 
-  if (!is_trainable(layout, event->param)) return FSDP_OK;
   grad.dtype = planned->segments[slot->segment].param_dtype;
   /* Fits: the unit's blocks hold more. */
   FSDP_TRY(fsdp_counting_device_make_grad(
@@ -366,38 +410,39 @@ done:
   return status;
 }
 
-static fsdp_status backward_event(plan_run *run, int64_t index,
+/* Brings what was saved back to the device, where the events' own count goes on
+ * with it. */
+static fsdp_status take_back(plan_run *run, const fsdp_step_event *event,
+                             fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  if (run->offload.offload == NULL || event->offload_nbytes == 0) {
+    return FSDP_OK;
+  }
+  FSDP_TRY(fsdp_planned_offload_need(&run->offload, event->item, error));
+  fsdp_planned_offload_drop(&run->offload, event->item);
+  FSDP_TRY(fsdp_counting_device_hold(&run->device, FSDP_COUNTED_ACTIVATIONS,
+                                     event->offload_nbytes, error));
+done:
+  return status;
+}
+
+static fsdp_status backward_event(plan_run *run, const fsdp_step_event *event,
                                   fsdp_error *error) {
-  const fsdp_step_event *event = &run->options->events[index];
-  fsdp_counting_device *device = &run->device;
   planned_unit *planned =
       event->kind == FSDP_STEP_WORK ? NULL : &run->units[event->unit];
   fsdp_status status = FSDP_OK;
 
-  device->charged_unit =
+  run->device.charged_unit =
       event->kind == FSDP_STEP_WORK ? NULL : &planned->counted;
   if (event->kind == FSDP_STEP_LEAVE) {
-    if (run->has_grad[index]) {
-      FSDP_TRY(fsdp_unit_pre_backward(planned->unit, error));
-      expect_grads(planned);
-    }
-    FSDP_TRY(fsdp_counting_device_hold(device, FSDP_COUNTED_ACTIVATIONS,
-                                       event->nbytes, error));
+    FSDP_TRY(fsdp_unit_pre_backward(planned->unit, error));
+    expect_grads(planned);
   }
-  if (run->has_grad[index]) {
-    FSDP_TRY(fsdp_planned_offload_need(&run->offload, index, error));
-    fsdp_counting_device_compute(device, event->backward_seconds);
-  }
+  FSDP_TRY(take_back(run, event, error));
+  fsdp_counting_device_compute(&run->device, event->seconds);
+  FSDP_TRY(change_activations(run, event, error));
   if (event->kind == FSDP_STEP_USE) FSDP_TRY(give_grad(run, event, error));
-  if (event->kind == FSDP_STEP_WORK || event->kind == FSDP_STEP_ENTER) {
-    const int64_t offloaded =
-        run->offload.offload != NULL ? event->offload_nbytes : 0;
-    FSDP_TRY(fsdp_counting_device_hold(device, FSDP_COUNTED_ACTIVATIONS,
-                                       offloaded - event->nbytes, error));
-    fsdp_planned_offload_drop(&run->offload, index);
-  }
-  if (event->kind == FSDP_STEP_ENTER && run->has_grad[index] &&
-      planned->has_begun_backward) {
+  if (event->kind == FSDP_STEP_ENTER && planned->has_begun_backward) {
     FSDP_TRY(fsdp_unit_inputs_ready(planned->unit, error));
   }
 done:
@@ -409,8 +454,8 @@ static fsdp_status run_backward(plan_run *run, fsdp_error *error) {
   for (int64_t i = 0; i < run->options->num_units; i++) {
     run->units[i].has_begun_backward = false;
   }
-  for (int64_t i = run->options->num_events; i-- > 0;) {
-    FSDP_TRY(backward_event(run, i, error));
+  for (int64_t i = 0; i < run->options->num_backward; i++) {
+    FSDP_TRY(backward_event(run, &run->options->backward[i], error));
   }
   run->device.charged_unit = NULL;
   FSDP_TRY(fsdp_engine_finish_backward(run->engine, error));
@@ -439,14 +484,15 @@ done:
   return status;
 }
 
-static double compute_seconds(const plan_run *run) {
+static double compute_seconds(const fsdp_step_plan_options *options) {
   double seconds = 0;
-  for (int64_t i = 0; i < run->options->num_events; i++) {
-    const fsdp_step_event *event = &run->options->events[i];
-    seconds += event->forward_seconds;
-    if (run->has_grad[i]) seconds += event->backward_seconds;
+  for (int64_t i = 0; i < options->num_forward; i++) {
+    seconds += options->forward[i].seconds;
   }
-  return seconds * (double)run->options->num_batches;
+  for (int64_t i = 0; i < options->num_backward; i++) {
+    seconds += options->backward[i].seconds;
+  }
+  return seconds * (double)options->num_batches;
 }
 
 fsdp_status fsdp_step_plan_run(const fsdp_step_plan_options *options,
@@ -470,7 +516,7 @@ fsdp_status fsdp_step_plan_run(const fsdp_step_plan_options *options,
   *report = (fsdp_step_plan_report){
       .peak_nbytes = run.device.peak_nbytes,
       .step_seconds = fsdp_counting_device_now(&run.device) - begin,
-      .compute_seconds = compute_seconds(&run),
+      .compute_seconds = compute_seconds(options),
       .stall_seconds = run.device.stall_seconds,
       .offload = fsdp_planned_offload_stats(&run.offload),
   };

@@ -4,19 +4,18 @@
  * rank communicates; the schedule, the arena's assignment of blocks and the
  * layouts are those of training.
  *
- * A step is a list of events in the order of forward. Backward goes through it
- * in reverse:
+ * A step is two lists of events, one of forward and one of backward, each in
+ * the order of execution:
  *
- *   event        forward                       backward
- *   ENTER unit   pre_forward                   inputs_ready, where the engine
- *                                              waits for them
- *   USE param    -                             the parameter's gradient
- *   WORK         compute; nbytes of            compute; gives them back
- *                activations are kept
- *   LEAVE unit   post_forward                  pre_backward
+ *   event        forward         backward
+ *   ENTER unit   pre_forward     inputs_ready: its inputs have their gradients
+ *   USE param    -               its gradient has come
+ *   WORK         compute         compute
+ *   LEAVE unit   post_forward    pre_backward: its outputs have their gradients
  *
- * ENTER and LEAVE of a unit that is recomputed in backward carry the bytes that
- * exist only while backward is in it: LEAVE holds them, ENTER gives them back.
+ * WORK and USE change what activations hold: all that the model and autograd
+ * have on the device beside parameters and their gradients. A parameter's
+ * gradient is made in WORK; USE takes it over from the activations.
  */
 #ifndef FSDP_PLAN_STEP_PLAN_H
 #define FSDP_PLAN_STEP_PLAN_H
@@ -43,13 +42,18 @@ typedef enum fsdp_step_event_kind {
 
 typedef struct fsdp_step_event {
   fsdp_step_event_kind kind;
-  int64_t unit;            /* unless WORK */
-  int64_t param;           /* of USE: each at most once */
-  int64_t nbytes;          /* of activations, >= 0; 0 for USE */
-  int64_t offload_nbytes;  /* of them, in storages that may wait in host memory;
-                              0 unless WORK */
-  double forward_seconds;  /* of compute; >= 0 */
-  double backward_seconds; /* likewise, before what the event does */
+  int64_t unit;           /* unless WORK */
+  int64_t param;          /* of USE: each at most once, and trainable */
+  int64_t nbytes;         /* that activations hold more after the event, or less
+                             (negative); 0 unless WORK or USE */
+  int64_t peak_nbytes;    /* most that they hold more meanwhile; >= nbytes, 0 */
+  int64_t item;           /* of WORK with offload_nbytes: what is saved */
+  int64_t offload_nbytes; /* of WORK: in forward, bytes saved for backward in
+                             storages that may wait in host memory; in the
+                             backward event that needs them first, the same
+                             number; 0: none */
+  double seconds;         /* of compute, before what the event does; >= 0 */
+  bool requires_grad;     /* of LEAVE in forward: its outputs do */
 } fsdp_step_event;
 
 typedef struct fsdp_step_unit {
@@ -72,8 +76,10 @@ typedef struct fsdp_step_unit {
 typedef struct fsdp_step_plan_options {
   const fsdp_step_unit *units; /* parents first; the first is the root */
   int64_t num_units;           /* >= 1 */
-  const fsdp_step_event *events;
-  int64_t num_events;
+  const fsdp_step_event *forward;
+  int64_t num_forward;
+  const fsdp_step_event *backward;
+  int64_t num_backward;
   fsdp_link shard_link;
   fsdp_link replica_link;
   int64_t num_local;      /* ranks of the shard group on a host; 0: one host */
@@ -110,8 +116,9 @@ typedef struct fsdp_step_plan_report {
  * step.
  *
  * FSDP_INVALID_ARGUMENT  a number is out of its bounds, an event names a unit
- *                        or parameter that does not exist, or ENTER and LEAVE
- *                        do not match.
+ *                        or parameter that does not exist, ENTER and LEAVE of
+ *                        forward do not match, or activations are not given
+ *                        back.
  * FSDP_OVERFLOW, FSDP_OUT_OF_MEMORY
  */
 FSDP_NODISCARD fsdp_status fsdp_step_plan_run(
