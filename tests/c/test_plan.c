@@ -14,13 +14,19 @@ enum { MAX_UNITS = 4, MAX_EVENTS = 32, WORLD_SIZE = 4, NUMEL = 4096 };
 static const fsdp_dtype FP32 = {FSDP_DTYPE_FLOAT32, 4};
 static const fsdp_dtype BF16 = {FSDP_DTYPE_BFLOAT16, 2};
 
-/* Units of two parameters of NUMEL elements each, and the events of a step. */
+/* Units of two parameters of NUMEL elements each, and the events of a step.
+ * `events` stands for both lists: backward is forward in reverse, with a use
+ * where forward has one, what work kept given back, and `backward_seconds`. */
 typedef struct fixture {
   fsdp_param_table *tables[MAX_UNITS];
   fsdp_flat_layout *layouts[MAX_UNITS];
   fsdp_segment_options segments[MAX_UNITS][2];
   fsdp_step_unit units[MAX_UNITS];
   fsdp_step_event events[MAX_EVENTS];
+  double backward_seconds[MAX_EVENTS];
+  int64_t num_events;
+  fsdp_step_event forward[MAX_EVENTS];
+  fsdp_step_event backward[MAX_EVENTS];
   fsdp_step_plan_options options;
   fsdp_step_plan_report report;
   double unit_seconds[MAX_UNITS];
@@ -53,7 +59,7 @@ static void add_unit(fixture *self, const char *name, bool has_frozen,
 
 static fsdp_step_event *add_event(fixture *self, fsdp_step_event_kind kind,
                                   int64_t unit, int64_t param) {
-  fsdp_step_event *event = &self->events[self->options.num_events++];
+  fsdp_step_event *event = &self->events[self->num_events++];
   *event = (fsdp_step_event){.kind = kind, .unit = unit, .param = param};
   return event;
 }
@@ -65,8 +71,9 @@ static void run_unit(fixture *self, int64_t unit, int64_t nbytes) {
   add_event(self, FSDP_STEP_USE, unit, 1);
   fsdp_step_event *work = add_event(self, FSDP_STEP_WORK, 0, 0);
   work->nbytes = nbytes;
-  work->forward_seconds = 1;
-  work->backward_seconds = 2;
+  work->peak_nbytes = nbytes;
+  work->seconds = 1;
+  self->backward_seconds[work - self->events] = 2;
   add_event(self, FSDP_STEP_LEAVE, unit, 0);
 }
 
@@ -75,7 +82,8 @@ static void init_options(fixture *self) {
   const fsdp_link link = {.bytes_per_second = 1e15, .latency_seconds = 0};
   self->options = (fsdp_step_plan_options){
       .units = self->units,
-      .events = self->events,
+      .forward = self->forward,
+      .backward = self->backward,
       .shard_link = link,
       .replica_link = link,
       .num_batches = 1,
@@ -105,12 +113,57 @@ static void fini(fixture *self) {
   CHECK_I64(fsdp_alloc_live(), 0);
 }
 
-static const fsdp_step_plan_report *run(fixture *self) {
+static bool is_trainable(const fixture *self, const fsdp_step_event *use) {
+  const fsdp_flat_layout *layout = self->layouts[use->unit];
+  const int64_t segment = fsdp_flat_layout_slot(layout, use->param)->segment;
+  return fsdp_flat_layout_segment(layout, segment)->requires_grad;
+}
+
+/* Writes both lists. */
+static void write_events(fixture *self) {
+  bool has_grad[MAX_EVENTS] = {false}; /* what flows there requires grad */
+  self->options.num_forward = 0;
+  self->options.num_backward = 0;
+  for (int64_t i = 0; i < self->num_events; i++) {
+    const fsdp_step_event *event = &self->events[i];
+    has_grad[i] = i > 0 && has_grad[i - 1];
+    if (event->kind == FSDP_STEP_USE) {
+      has_grad[i] = has_grad[i] || is_trainable(self, event);
+      continue;
+    }
+    fsdp_step_event *made = &self->forward[self->options.num_forward++];
+    *made = *event;
+    made->item = self->options.num_forward - 1;
+    made->requires_grad = has_grad[i];
+  }
+  int64_t item = self->options.num_forward;
+  for (int64_t i = self->num_events; i-- > 0;) {
+    fsdp_step_event made = self->events[i];
+    if (made.kind != FSDP_STEP_USE) item--;
+    if (made.kind == FSDP_STEP_USE
+            ? !is_trainable(self, &made)
+            : made.kind != FSDP_STEP_WORK && !has_grad[i]) {
+      continue;
+    }
+    made.nbytes = -made.nbytes;
+    made.peak_nbytes = 0;
+    made.seconds = has_grad[i] ? self->backward_seconds[i] : 0;
+    if (made.kind == FSDP_STEP_WORK) made.item = item;
+    self->backward[self->options.num_backward++] = made;
+  }
+}
+
+static const fsdp_step_plan_report *run_as_written(fixture *self) {
   fsdp_error error = {0};
   const fsdp_status status = fsdp_step_plan_run(&self->options, &self->report,
                                                 self->unit_seconds, &error);
   if (!CHECK_OK(status)) printf("  %s\n", error.message);
   return &self->report;
+}
+
+static const fsdp_step_plan_report *run(fixture *self) {
+  write_events(self);
+  return run_as_written(self);
 }
 
 static const char *message_of(fixture *self, fsdp_status expected) {
@@ -188,32 +241,55 @@ TEST(test_activations) {
   fixture self;
   init_tree(&self, WORLD_SIZE);
   const int64_t large = (int64_t)1 << 30;
-  for (int64_t i = 0; i < self.options.num_events; i++) {
-    if (self.events[i].kind == FSDP_STEP_WORK) self.events[i].nbytes = large;
+  for (int64_t i = 0; i < self.num_events; i++) {
+    if (self.events[i].kind != FSDP_STEP_WORK) continue;
+    self.events[i].nbytes = large;
+    self.events[i].peak_nbytes = large;
   }
   const fsdp_step_plan_report *report = run(&self);
   CHECK_I64(report->at_peak[FSDP_COUNTED_ACTIVATIONS], 3 * large);
   fini(&self);
 }
 
-/* c is recomputed: its activations are there in its backward only. */
-TEST(test_recomputation) {
+/* What is there in the middle of an event counts where it is: in c's forward
+ * little else is there, in c's backward all activations. */
+TEST(test_the_most_of_an_event) {
   fixture self;
   init_tree(&self, WORLD_SIZE);
   const int64_t large = (int64_t)1 << 30;
-  for (int64_t i = 0; i < self.options.num_events; i++) {
-    fsdp_step_event *event = &self.events[i];
-    if (event->kind == FSDP_STEP_WORK) event->nbytes = 0;
-    if (event->kind == FSDP_STEP_ENTER || event->kind == FSDP_STEP_LEAVE) {
-      event->nbytes = event->unit == 0 ? 0 : event->unit * large;
-    }
-    if (event->kind == FSDP_STEP_LEAVE && event->unit == 3) {
-      event->backward_seconds = 1;
+  write_events(&self);
+  int64_t at = self.options.num_forward;
+  while (self.forward[--at].kind != FSDP_STEP_WORK) continue;
+  self.forward[at].peak_nbytes = large;
+  CHECK_I64(run_as_written(&self)->at_peak[FSDP_COUNTED_ACTIVATIONS],
+            2000 + large);
+  for (at = 0; self.backward[at].kind != FSDP_STEP_WORK;) at++;
+  self.backward[at].peak_nbytes = large;
+  CHECK_I64(run_as_written(&self)->at_peak[FSDP_COUNTED_ACTIVATIONS],
+            3000 + large);
+  fini(&self);
+}
+
+/* A gradient is an activation until its parameter gets it: then it is counted
+ * as one that waits to be packed, never as both. */
+TEST(test_gradients_among_activations) {
+  fixture self;
+  init_tree(&self, WORLD_SIZE);
+  const int64_t peak = run(&self)->peak_nbytes;
+  const int64_t grad = NUMEL * 2;
+  int64_t num_uses = 0;
+  for (int64_t i = 0; i < self.options.num_backward; i++) {
+    fsdp_step_event *event = &self.backward[i];
+    if (event->kind == FSDP_STEP_WORK) {
+      event->nbytes += 2 * grad;
+      event->peak_nbytes = 2 * grad;
+    } else if (event->kind == FSDP_STEP_USE && event->unit != 0) {
+      event->nbytes = -grad;
+      num_uses++;
     }
   }
-  const fsdp_step_plan_report *report = run(&self);
-  CHECK_I64(report->at_peak[FSDP_COUNTED_ACTIVATIONS], 3 * large);
-  check_close(report->compute_seconds, 3 * (1 + 2) + 1);
+  CHECK_I64(num_uses, 6);
+  CHECK_I64(run_as_written(&self)->peak_nbytes, peak + 1000);
   fini(&self);
 }
 
@@ -354,7 +430,7 @@ TEST(test_frozen_beginning) {
   const fsdp_step_event *events = self.events;
   CHECK_I64(events[1].kind, FSDP_STEP_USE);
   self.events[1].kind = FSDP_STEP_WORK; /* the root's first is unused */
-  for (int64_t i = 2; i < self.options.num_events; i++) {
+  for (int64_t i = 2; i < self.num_events; i++) {
     if (events[i].kind == FSDP_STEP_USE && events[i].unit == 1) {
       self.events[i].kind = FSDP_STEP_WORK;
     }
@@ -432,6 +508,7 @@ TEST(test_hundred_thousand_ranks) {
 TEST(test_wrong_arguments) {
   fixture self;
   init_tree(&self, WORLD_SIZE);
+  write_events(&self);
   const fsdp_step_plan_options good = self.options;
 
   self.options.shard_link.bytes_per_second = -1;
@@ -446,7 +523,8 @@ TEST(test_wrong_arguments) {
   self.options.num_batches = 0;
   CHECK_TEXT(
       message_of(&self, FSDP_INVALID_ARGUMENT),
-      "a plan needs at least 1 unit and 1 batch, got 4, 0 and 19 events");
+      "a plan needs at least 1 unit and 1 batch, got 4, 0, and 11 and 18 "
+      "events");
   self.options = good;
   self.options.num_units = 0;
   CHECK(strstr(message_of(&self, FSDP_INVALID_ARGUMENT), "got 0, 1") != NULL);
@@ -457,41 +535,84 @@ TEST(test_wrong_arguments) {
 TEST(test_wrong_events) {
   fixture self;
   init_tree(&self, WORLD_SIZE);
-  const fsdp_step_event use = self.events[1];
+  write_events(&self);
+  fsdp_step_event *use = &self.backward[1];
+  const fsdp_step_event good_use = *use;
+  fsdp_step_event *enter = &self.forward[1];
+  const fsdp_step_event good_enter = *enter;
+  CHECK_I64(use->kind, FSDP_STEP_USE);
+  CHECK_I64(enter->kind, FSDP_STEP_ENTER);
 
-  self.events[1].param = 2;
+  use->param = 2;
   CHECK_TEXT(message_of(&self, FSDP_INVALID_ARGUMENT),
-             "event 1 uses parameter 2 of unit 'root', which has 2: each is "
-             "used at most once, without activations");
-  self.events[1] = use;
-  self.events[1].param = 1; /* used again at the end */
-  CHECK(strstr(message_of(&self, FSDP_INVALID_ARGUMENT), "event 17") != NULL);
-  self.events[1] = use;
-  self.events[1].nbytes = -1;
-  CHECK(strstr(message_of(&self, FSDP_INVALID_ARGUMENT), "-1 bytes") != NULL);
-  self.events[1] = use;
-  self.events[1].unit = 4;
+             "backward uses parameter 2 of unit 'root', which has 2: each that "
+             "is trainable is used at most once");
+  use->param = 0; /* used again at the end */
+  CHECK(strstr(message_of(&self, FSDP_INVALID_ARGUMENT), "parameter 0") !=
+        NULL);
+  *use = good_use;
+  use->nbytes = 1;
   CHECK_TEXT(message_of(&self, FSDP_INVALID_ARGUMENT),
-             "event 1 names unit 4 of 4");
-  self.events[1] = (fsdp_step_event){.kind = FSDP_STEP_LEAVE, .unit = 2};
+             "an event changes activations by 1 bytes and at most 0, and takes "
+             "0 seconds: need a most that is no less, 0 unless it is WORK or "
+             "USE, and seconds >= 0");
+  use->peak_nbytes = 1;
   CHECK_TEXT(message_of(&self, FSDP_INVALID_ARGUMENT),
-             "event 1 leaves unit 'b' outside the root, or without an ENTER "
+             "1 bytes of activations are never given back");
+  *use = good_use;
+  use->nbytes = -3001;
+  CHECK_TEXT(message_of(&self, FSDP_INVALID_ARGUMENT),
+             "an event gives back 1 bytes of activations more than there are");
+  *use = good_use;
+  enter->peak_nbytes = 1;
+  CHECK(strstr(message_of(&self, FSDP_INVALID_ARGUMENT), "at most 1") != NULL);
+  *enter = good_enter;
+  enter->unit = 4;
+  CHECK_TEXT(message_of(&self, FSDP_INVALID_ARGUMENT),
+             "an event names unit 4 of 4");
+  *enter = (fsdp_step_event){.kind = FSDP_STEP_LEAVE, .unit = 2};
+  CHECK_TEXT(message_of(&self, FSDP_INVALID_ARGUMENT),
+             "forward leaves unit 'b' outside the root, or without an ENTER "
              "before it");
-  self.events[1] = (fsdp_step_event){.kind = FSDP_STEP_ENTER, .unit = 2};
+  *enter = (fsdp_step_event){.kind = FSDP_STEP_ENTER, .unit = 2};
   CHECK_TEXT(message_of(&self, FSDP_INVALID_ARGUMENT),
-             "unit 'b' is entered and never left");
-  self.events[1] = use;
+             "forward leaves unit 'a' outside the root, or without an ENTER "
+             "before it");
+  *enter = (fsdp_step_event){.kind = FSDP_STEP_USE, .unit = 2};
+  CHECK_TEXT(message_of(&self, FSDP_INVALID_ARGUMENT),
+             "forward uses parameter 0 of unit 'b': gradients come in "
+             "backward");
+  *enter = good_enter;
+  self.options.num_forward--;
+  CHECK_TEXT(message_of(&self, FSDP_INVALID_ARGUMENT),
+             "unit 'root' is entered and never left");
+  fini(&self);
+}
+
+/* What needs no gradient gets none. */
+TEST(test_a_frozen_use) {
+  fixture self;
+  init_options(&self);
+  add_unit(&self, "root", true, WORLD_SIZE);
+  run_unit(&self, 0, 0);
+  write_events(&self);
+  fsdp_step_event *event = &self.backward[self.options.num_backward++];
+  *event = (fsdp_step_event){.kind = FSDP_STEP_USE, .param = 1};
+  CHECK(strstr(message_of(&self, FSDP_INVALID_ARGUMENT), "parameter 1") !=
+        NULL);
   fini(&self);
 }
 
 TEST(test_overflow) {
   fixture self;
   init_tree(&self, WORLD_SIZE);
-  for (int64_t i = 0; i < self.options.num_events; i++) {
+  for (int64_t i = 0; i < self.num_events; i++) {
     if (self.events[i].kind == FSDP_STEP_WORK) {
       self.events[i].nbytes = INT64_MAX / 2;
+      self.events[i].peak_nbytes = INT64_MAX / 2;
     }
   }
+  write_events(&self);
   CHECK(strstr(message_of(&self, FSDP_OVERFLOW),
                "do not fit in int64: the model is too large to be planned") !=
         NULL);
@@ -501,6 +622,7 @@ TEST(test_overflow) {
 TEST(test_every_allocation_can_fail) {
   fixture self;
   init_tree(&self, WORLD_SIZE);
+  write_events(&self);
   const int64_t live = fsdp_alloc_live();
   for (int64_t i = 0;; i++) {
     fsdp_error error = {0};
@@ -537,14 +659,15 @@ TEST(test_alignment) {
 TEST(test_offload_of_activations) {
   fixture self;
   init_tree(&self, WORLD_SIZE);
-  for (int64_t i = 0; i < self.options.num_events; i++) {
+  for (int64_t i = 0; i < self.num_events; i++) {
     self.events[i].nbytes *= 1000; /* more than the blocks */
+    self.events[i].peak_nbytes *= 1000;
   }
   const int64_t peak = run(&self)->peak_nbytes;
   CHECK_I64(self.report.at_peak[FSDP_COUNTED_ACTIVATIONS], 3000000);
   self.options.offload_keep_last = 1;
   CHECK_I64(run(&self)->peak_nbytes, peak); /* nothing may go */
-  for (int64_t i = 0; i < self.options.num_events; i++) {
+  for (int64_t i = 0; i < self.num_events; i++) {
     self.events[i].offload_nbytes = self.events[i].nbytes;
   }
   const fsdp_step_plan_report *report = run(&self);
@@ -573,11 +696,15 @@ TEST(test_bad_offloads) {
   fixture self;
   init_tree(&self, WORLD_SIZE);
   (void)run(&self);
-  self.events[0].offload_nbytes = 1;
+  self.forward[0].offload_nbytes = 1;
   CHECK_TEXT(message_of(&self, FSDP_INVALID_ARGUMENT),
-             "event 0 offloads 1 of 0 bytes: need 0 up to all of them, and 0 "
-             "unless it is WORK");
-  self.events[0].offload_nbytes = 0;
+             "an event offloads 1 bytes of item 0: need 0 or more, 0 unless it "
+             "is WORK, and an item in [0, 11)");
+  self.forward[0].offload_nbytes = 0;
+  self.forward[2].offload_nbytes = 1;
+  self.forward[2].item = 11;
+  CHECK(strstr(message_of(&self, FSDP_INVALID_ARGUMENT), "item 11") != NULL);
+  self.forward[2].offload_nbytes = 0;
   self.options.offload_keep_last = -1;
   CHECK_TEXT(message_of(&self, FSDP_INVALID_ARGUMENT),
              "-1 last units that are not offloaded, 0 bytes per second to the "

@@ -218,7 +218,7 @@ done:
 }
 
 bool fsdp_unit_is_unused(const fsdp_unit *unit, int64_t param) {
-  if (!unit->reads_marks) return false;
+  if (!unit->reads_marks || unit->was_used[param] != 0) return false;
   const int32_t itemsize = marks_of(unit)->layout->dtype.itemsize;
   const char *mark = (const char *)unit->marks + param * itemsize;
   for (int32_t i = 0; i < itemsize; i++) {
