@@ -30,7 +30,8 @@ from fsdp_c.plan import (
     find_model,
     plan_model,
 )
-from fsdp_c.plan._trace import Inputs, trace_forward
+from fsdp_c.plan._recorder import trace_step
+from fsdp_c.plan._trace import Inputs
 
 WIDTH, TOKENS, NUM_BLOCKS = 64, 32, 3
 
@@ -121,7 +122,7 @@ def test_text(capsys: Any) -> None:
     assert "units: 4, the class that is repeated in a list and holds the most" in out
     assert "ModuleWrapPolicy({Block" in out
     assert "blocks.0 ... blocks.2" in out
-    assert "Activations are an estimate" in out
+    assert "Activations are those of a forward and a backward on meta" in out
     numel = WIDTH * WIDTH * (1 + NUM_BLOCKS) + 10 * WIDTH
     assert f"{numel:,} parameters" in out
 
@@ -299,32 +300,17 @@ def test_shards_and_optimizer() -> None:
         assert plan(settings=settings).optimizer_nbytes == states * total
 
 
-def test_activations_and_operations() -> None:
+def test_operations() -> None:
+    """Two for each element of a matrix and token; backward has two such products."""
     result = plan_model(find_model(SOURCE), [4])
-    x = TOKENS * WIDTH * 4
-    # The indices, the embedding's output, and the outputs of relu, which are the
-    # inputs of what follows. At the busiest moment the last block is reduced, and
-    # the backward of the one before is over: their relus' outputs are gone.
-    assert result.ranks[0].activation_nbytes == TOKENS * 8 + (NUM_BLOCKS - 1) * x
-    assert result.ranks[0].pending_grad_nbytes >= WIDTH * WIDTH * 4
-    model, inputs = find_model(SOURCE).build()
-    trace = trace_forward(model, inputs, TOKENS)
-    kept = sum(entry.nbytes for entry in trace.entries if entry.kind == "work")
-    assert kept == TOKENS * 8 + (1 + NUM_BLOCKS) * x
     matrices = NUM_BLOCKS * WIDTH * WIDTH + 10 * WIDTH
     assert result.flops == 2 * TOKENS * matrices
     assert result.ranks[0].compute_seconds == pytest.approx(3 * result.flops / 4e14)
 
 
-def test_recomputation_keeps_the_inputs_of_units() -> None:
+def test_operations_of_recomputation() -> None:
     once = plan_model(find_model(SOURCE), [4])
     again = plan_model(find_model(SOURCE), [4], settings=Settings(recomputes=True))
-    x = TOKENS * WIDTH * 4
-    # Where the last block is recomputed: the indices, three inputs, its own two (one
-    # of which is its input, counted twice) less what the head kept of it.
-    assert again.ranks[0].activation_nbytes is not None
-    assert once.ranks[0].activation_nbytes is not None
-    assert again.ranks[0].activation_nbytes <= once.ranks[0].activation_nbytes + x
     in_blocks = 2 * TOKENS * NUM_BLOCKS * WIDTH * WIDTH
     more = again.ranks[0].compute_seconds - once.ranks[0].compute_seconds
     assert more == pytest.approx(in_blocks / 4e14)
@@ -342,10 +328,10 @@ def test_without_inputs_the_module_tree_is_the_order() -> None:
 
 def test_units_run_in_the_order_of_forward() -> None:
     model, inputs = find_model(f"{HERE}:make_reversed").build()
-    trace = trace_forward(model, inputs, TOKENS)
+    trace = trace_step(model, inputs, TOKENS)
     entered = [
         entry.name
-        for entry in trace.entries
+        for entry in trace.forward
         if entry.kind == "enter" and entry.name.count(".") == 1
     ]
     assert entered == ["blocks.2", "blocks.1", "blocks.0"]
@@ -371,14 +357,16 @@ def test_attention_is_a_fused_kernel() -> None:
         model = _Attention()
         inputs = Inputs((torch.zeros(16, 8),))
     before = functional.scaled_dot_product_attention
-    trace = trace_forward(model, inputs, 16)
-    assert trace.why == ""
+    trace = trace_step(model, inputs, 16)
+    assert trace.no_forward == trace.no_backward == ""
     assert functional.scaled_dot_product_attention is before
     # The product, and the two of attention: no 16 x 16 weights are kept.
     assert trace.flops == 2 * 16 * 8 * 8 + 2 * 2 * (2 * 16 * 16 * 4)
-    kept = sum(entry.nbytes for entry in trace.entries if entry.kind == "work")
-    assert kept == (16 * 8 * 3 + 2 * 16) * 4  # x, q, the output, the sums
-    uses = [entry.name for entry in trace.entries if entry.kind == "use"]
+    kept = sum(sum(entry.saved) for entry in trace.forward)
+    assert kept == (16 * 8 * 2 + 2 * 16) * 4  # q, the output, the sums; x is an input
+    backward = sum(entry.flops for entry in trace.backward)
+    assert backward == 2 * 16 * 8 * 8 + 2 * 2 * 2 * (2 * 16 * 16 * 4)
+    uses = [entry.name for entry in trace.backward if entry.kind == "use"]
     assert uses == ["proj.weight"]
 
 
@@ -390,9 +378,9 @@ def test_a_forward_that_fails_on_meta() -> None:
     with torch.device("meta"):
         model = Broken(4, 4)
         inputs = Inputs((torch.zeros(2, 4),))
-    trace = trace_forward(model, inputs, 5)
-    assert "NotImplementedError: not here" in trace.why
-    assert [entry.kind for entry in trace.entries][0::3] == ["enter", "work"]
+    trace = trace_step(model, inputs, 5)
+    assert "NotImplementedError: not here" in trace.no_forward
+    assert [entry.kind for entry in trace.forward] == ["enter", "work", "leave"]
     assert trace.flops == 2 * 16 * 5
 
 
@@ -566,18 +554,24 @@ def _unit(name: str = "a", num_params: int = 1) -> tuple[Any, ...]:
     return (name, layout, dtypes, 1, True, True, True, False, prefetch, False, False)
 
 
-def _run(units: Any, events: Any, **options: Any) -> dict[str, Any]:
-    return _native.plan_step(units, events, LINK, LINK, **options)
+def _run(
+    units: Any, forward: Any, backward: Any = (), **options: Any
+) -> dict[str, Any]:
+    return _native.plan_step(units, forward, backward, LINK, LINK, **options)
 
 
 def test_native_plan_of_one_unit() -> None:
     events = [
-        (_native.PLAN_ENTER, 0, 0, 0, 0.0, 0.0),
-        (_native.PLAN_USE, 0, 0, 0, 0.0, 0.0),
-        (_native.PLAN_WORK, 0, 0, 0, 1.0, 2.0),
-        (_native.PLAN_LEAVE, 0, 0, 0, 0.0, 0.0),
+        (_native.PLAN_ENTER, 0, 0, 0, 0, 0.0),
+        (_native.PLAN_WORK, 0, 0, 0, 0, 1.0),
+        (_native.PLAN_LEAVE, 0, 0, 0, 0, 0.0, 0, 0, True),
     ]
-    report = _run([_unit()], events)
+    backward = [
+        (_native.PLAN_LEAVE, 0, 0, 0, 0, 0.0),
+        (_native.PLAN_WORK, 0, 0, 0, 0, 2.0),
+        (_native.PLAN_USE, 0, 0, 0, 0, 0.0),
+    ]
+    report = _run([_unit()], events, backward)
     assert report["shard_nbytes"] == report["grad_shard_nbytes"] == 16
     assert report["all_gather"]["payload_nbytes"] == 32
     assert report["compute_seconds"] == 3
@@ -600,9 +594,10 @@ def test_native_plan_of_one_unit() -> None:
             "must be torch.dtypes, got 1",
         ),
         ([_unit()], [3], TypeError, "events must be tuples, got 3"),
-        ([_unit()], [(9, 0, 0, 0, 0.0, 0.0)], ValueError, "no such kind of event: 9"),
-        ([_unit()], [(0, 5, 0, 0, 0.0, 0.0)], ValueError, "names unit 5 of 1"),
-        ([_unit()], [(0, 0, 0, 0, 0.0, 0.0)], ValueError, "'a' is entered and never"),
+        ([_unit()], [(0, 0)], TypeError, "an event of plan_step"),
+        ([_unit()], [(9, 0, 0, 0, 0, 0.0)], ValueError, "no such kind of event: 9"),
+        ([_unit()], [(0, 5, 0, 0, 0, 0.0)], ValueError, "names unit 5 of 1"),
+        ([_unit()], [(0, 0, 0, 0, 0, 0.0)], ValueError, "'a' is entered and never"),
     ],
 )
 def test_native_errors(
@@ -634,9 +629,9 @@ def test_native_options() -> None:
     with pytest.raises(ValueError, match="need one of the SYNC constants"):
         _run([_unit()], [], accumulation=7)
     with pytest.raises(TypeError):
-        _native.plan_step([_unit()], [], 3, LINK)  # type: ignore[arg-type]
+        _native.plan_step([_unit()], [], [], 3, LINK)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="link of the replica group"):
-        _native.plan_step([_unit()], [], LINK, (0.0, 0.0))
+        _native.plan_step([_unit()], [], [], LINK, (0.0, 0.0))
 
 
 def test_too_large_a_model() -> None:
