@@ -188,7 +188,9 @@ class _Recorder:
         self._backward.append(Entry("work", change=Change(-self._ledger.held)))
 
     def _step(self, inputs: Inputs) -> None:
-        result = self._model(*tree_map(self._cast, inputs.args), **self._keywords(inputs))
+        result = self._model(
+            *tree_map(self._cast, inputs.args), **self._keywords(inputs)
+        )
         loss = _loss_of(result)
         self._flush()
         self.is_backward = True
