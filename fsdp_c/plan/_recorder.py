@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -188,21 +189,19 @@ class _Recorder:
         self._backward.append(Entry("work", change=Change(-self._ledger.held)))
 
     def _step(self, inputs: Inputs) -> None:
-        result = self._model(
-            *tree_map(self._cast, inputs.args), **self._keywords(inputs)
-        )
+        result = self._call_model(inputs)
         loss = _loss_of(result)
         self._flush()
         self.is_backward = True
         if loss is not None:
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
         self._waiting.clear()
         del result, loss
         self._flush()
 
-    def _keywords(self, inputs: Inputs) -> dict[str, Any]:
-        keywords: dict[str, Any] = tree_map(self._cast, dict(inputs.kwargs))
-        return keywords
+    def _call_model(self, inputs: Inputs) -> Any:
+        args, kwargs = tree_map(self._cast, (inputs.args, dict(inputs.kwargs)))
+        return self._model(*args, **kwargs)
 
     def _cast(self, value: Any) -> Any:
         """Cast an input as the root's forward does."""
@@ -243,7 +242,7 @@ class _Recorder:
                 if node is not None:
                     call.nodes.append(node)
                     self._waiting.setdefault(node, []).append(call)
-                    tensor.register_hook(lambda _, node=node: self._receive(node))
+                    _hook(tensor, partial(self._receive, node))
 
         def leave(_module: nn.Module, _args: Any, output: Any) -> None:
             if self.is_backward:
@@ -253,8 +252,7 @@ class _Recorder:
             self._note(Entry("leave", name, requires_grad=bool(tensors)))
             call = _Call(name)
             for tensor in tensors:
-                node = tensor.grad_fn
-                tensor.register_hook(lambda _, node=node: self._leave(call, node))
+                _hook(tensor, partial(self._leave, call, tensor.grad_fn))
 
         before = module.register_forward_pre_hook(enter, with_kwargs=True)
         after = module.register_forward_hook(leave)
@@ -290,7 +288,8 @@ class _Recorder:
             param.grad = None
 
         if param.requires_grad:
-            stack.callback(param.register_post_accumulate_grad_hook(take).remove)
+            hook: Any = param.register_post_accumulate_grad_hook  # untyped
+            stack.callback(hook(take).remove)
 
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = self._ledger.add(tensor)
@@ -306,6 +305,12 @@ class _Recorder:
             self._read.add(saved_by)
             self._reads = saved_by
         return tensor
+
+
+def _hook(tensor: Tensor, call: Callable[[], None]) -> None:
+    """Call it when the gradient of ``tensor`` is complete."""
+    register: Any = tensor.register_hook  # untyped
+    register(lambda _grad: call())
 
 
 def _with_grad(values: Any) -> list[Tensor]:
@@ -328,13 +333,16 @@ def _loss_of(result: Any) -> Tensor | None:
 def _checkpointed(module: nn.Module) -> Iterator[None]:
     """Let the module recompute its forward in backward meanwhile."""
     forward = module.forward
+    own = vars(module).get("forward")  # of this one, not of its class
 
     def recomputing(*args: Any, **kwargs: Any) -> Any:
-        options = {"use_reentrant": False, "preserve_rng_state": False}
+        options: Any = {"use_reentrant": False, "preserve_rng_state": False}
         return checkpoint(forward, *args, **options, **kwargs)
 
-    module.forward = recomputing  # type: ignore[method-assign]
+    module.forward = recomputing
     try:
         yield
     finally:
         del module.forward
+        if own is not None:
+            module.forward = own
