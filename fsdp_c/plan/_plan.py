@@ -70,8 +70,8 @@ class Settings:
             embed, head, wte or wpe.
         on_cpu: Train on the CPU (FSDP1's shapes); else on an accelerator, where
             parameters and shards are aligned.
-        recomputes: Every unit but the root is recomputed in backward (activation
-            checkpointing inside the unit).
+        recomputes: Every unit but the root and those inside others is recomputed in
+            backward (activation checkpointing inside the unit).
         num_batches: Micro-batches of a step.
         accumulation: What all but the last do, one of ``_native.SYNC_...``.
         wants_scratch: Reductions go through gloo, not shared memory or NCCL.
@@ -166,8 +166,9 @@ class RankPlan:
         partial_grad_nbytes: Sums that accumulation keeps sharded.
         buffer_nbytes: The model's buffers, which are not sharded.
         pending_grad_nbytes: Of autograd's gradients at the busiest moment.
-        activation_nbytes: An estimate, at the busiest moment: what autograd keeps of
-            a forward on meta, with attention as a fused kernel. None: not known.
+        activation_nbytes: An estimate, at the busiest moment: tensors of a forward and
+            a backward on meta, from their creation to their end, with attention as a
+            fused kernel. None: not known.
         peak_nbytes: Device memory at the busiest moment of a step. Gradients and
             activations count as far as they are there then.
         host_nbytes: In host memory, with CPU offload or offloaded activations.

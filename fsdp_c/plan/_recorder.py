@@ -78,7 +78,7 @@ def _first_line(error: Exception) -> str:
 _THE_CALLER = -1  # holds what autograd saves of it
 
 
-class _Watcher(TorchDispatchMode):
+class _Operations(TorchDispatchMode):
     """Sees every operation: its tensors, and how many products it computes.
 
     ``item()`` and ``bool()`` of meta tensors return 1 or True. Models read their inputs
@@ -143,7 +143,7 @@ class _Recorder:
         self._backward: list[Entry] = []
         self._num_tokens = 0
         self._ledger = Ledger()
-        self._watcher = _Watcher(self._ledger)
+        self._operations = _Operations(self._ledger)
         self._counted_flops = 0
         # Calls by what made their inputs, whose gradients have not come.
         self._waiting: dict[Any, list[_Call]] = {}
@@ -179,11 +179,11 @@ class _Recorder:
                 self._watch(stack, name, module)
             for name, param in self._model.named_parameters():
                 self._watch_param(stack, name, param)
-            stack.enter_context(fused_kernels(self._watcher.count))
+            stack.enter_context(fused_kernels(self._operations.count))
             hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
             stack.enter_context(hooks)
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(self._watcher)
+            stack.enter_context(self._operations)
             self._step(inputs)
         # What is there now, such as the batch, goes when the step is over.
         self._backward.append(Entry("work", change=Change(-self._ledger.held)))
@@ -211,7 +211,7 @@ class _Recorder:
 
     def _flush(self) -> None:
         """End the work that goes on."""
-        flops = self._watcher.flops - self._counted_flops
+        flops = self._operations.flops - self._counted_flops
         change = self._ledger.change()
         if flops or any(change) or self._saved or self._reads is not None:
             work = Entry(
@@ -222,7 +222,7 @@ class _Recorder:
                 reads=self._reads,
             )
             self._note(work)
-        self._counted_flops = self._watcher.flops
+        self._counted_flops = self._operations.flops
         self._saved, self._reads = [], None
 
     def _note(self, entry: Entry) -> None:

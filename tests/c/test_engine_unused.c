@@ -83,6 +83,32 @@ TEST(test_what_another_rank_uses_is_used) {
   PLAY("end");
 }
 
+/* Sums that are all 0. */
+static fsdp_status copy_zeros(void *context, fsdp_lane lane, void *host,
+                              const void *device, int64_t nbytes,
+                              fsdp_error *error) {
+  const fsdp_status status = recorder_ops(context)->copy_to_host(
+      context, lane, host, device, nbytes, error);
+  memset(host, 0, (size_t)nbytes);
+  return status;
+}
+
+/* It needs no sum for what it has itself. */
+TEST(test_what_this_rank_uses_is_used) {
+  const model_options options = {.rank = 0};
+  const fsdp_param_spec specs[] = {{0, 4, RECORDER_F32, true},
+                                   {0, 8, RECORDER_F32, true}};
+  model_init(&m, &options);
+  m.options.finds_unused = true;
+  m.ops.copy_to_host = copy_zeros;
+  model_plan(&m, "u", specs, 2);
+  model_start(&m);
+  PLAY("forward; pre_backward u; expect u 1; grad u 0; finish; check_grads");
+  CHECK(!fsdp_unit_is_unused(m.units[0].unit, 0));
+  CHECK(fsdp_unit_is_unused(m.units[0].unit, 1));
+  PLAY("end");
+}
+
 /* A gradient of an earlier micro-batch counts, held whole or as a partial one.
  * The first needs no answer, as this rank has it. */
 static void check_micro_batches(const model_options *options, bool is_host) {

@@ -10,13 +10,13 @@
  * their own, which is reduced with the others, in the same launch. Where the
  * sum is 0 no rank has one.
  *
- * A rank with all gradients knows the answer without the sums. Another one
- * reads them: on a device the host then waits for the reductions, once, at the
- * end of backward. It has to: whether `.grad` is None is for the host to know
- * when backward returns, and depends on what the hosts of other ranks did,
- * which only the reduction brings here. With `fills_unused` nobody asks. Frozen
- * parameters are marked. Nested backwards may reduce a unit twice in one: then
- * a rank marks what it had in either.
+ * What a rank has itself it knows without the sums, and one with all gradients
+ * does not ask. Another one reads them: on a device the host then waits for the
+ * reductions, once, at the end of backward. It has to: whether `.grad` is None
+ * is for the host to know when backward returns, and depends on what the hosts
+ * of other ranks did, which only the reduction brings here. With `fills_unused`
+ * nobody asks. Frozen parameters are marked. Nested backwards may reduce a unit
+ * twice in one: then a rank marks what it had in either.
  */
 #include <string.h>
 
