@@ -30,7 +30,7 @@ import fsdp_c
 from fakecuda.alone import join_alone
 
 WORLD_SIZE = 2
-WIDTH, DEPTH, VOCABULARY, TOKENS = 1024, 4, 32768, 2048
+WIDTH, DEPTH, VOCABULARY, TOKENS = 1024, 8, 32768, 2048
 DOORS = ("FullyShardedDataParallel", "fully_shard")
 
 
@@ -44,7 +44,9 @@ class Case:
         frozen: Part of the names of parameters that are not trained.
         num_batches: Of a step.
         syncs: Whether all of them are reduced, not the last alone.
+        use_orig_params: Of FullyShardedDataParallel.
         offloads: Shards are in host memory; there is no optimizer.
+        keep_last: Blocks whose activations are not offloaded; 0: all of them.
         has_unused: A matrix of each block takes no part.
     """
 
@@ -53,7 +55,9 @@ class Case:
     frozen: str | None = None
     num_batches: int = 1
     syncs: bool = True
+    use_orig_params: bool = True
     offloads: bool = False
+    keep_last: int = 0
     has_unused: bool = False
 
 
@@ -65,7 +69,9 @@ CASES = {
     "unused": Case(has_unused=True),
     "two-batches": Case(num_batches=2),
     "no-sync": Case(num_batches=2, syncs=False),
+    "flat": Case(use_orig_params=False),
     "offloaded": Case(offloads=True),
+    "offloaded-activations": Case(keep_last=1),
 }
 
 
@@ -126,7 +132,7 @@ def sharded(case: Case, door: str) -> Any:
             auto_wrap_policy=ModuleWrapPolicy({Block}),
             mixed_precision=MixedPrecision(case.dtype, torch.float32),
             cpu_offload=CPUOffload(case.offloads),
-            use_orig_params=True,
+            use_orig_params=case.use_orig_params,
             device_id=0,
             param_init_fn=lambda module: module.to_empty(device="cuda", recurse=False),
         )
@@ -160,6 +166,8 @@ def peak_of(case: Case, door: str) -> int:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     model = sharded(case, door)
+    if case.keep_last > 0:
+        fsdp_c.offload_activations(model, keep_last=case.keep_last)
     params = [param for param in model.parameters() if param.requires_grad]
     optimizer = None if case.offloads else torch.optim.AdamW(params, fused=True)
     tokens = torch.zeros(TOKENS, dtype=torch.long, device="cuda")

@@ -42,7 +42,7 @@ def planned(case: Case, door: str) -> int:
         sharding=Sharding(
             param_dtype=case.dtype,
             reduce_dtype=torch.float32,
-            use_orig_params=True,
+            use_orig_params=case.use_orig_params,
             cpu_offload=case.offloads,
             fully_shard=door == "fully_shard",
         ),
@@ -50,6 +50,7 @@ def planned(case: Case, door: str) -> int:
             optimizer="none" if case.offloads else "adamw",
             recomputes=case.recomputes,
             num_batches=case.num_batches,
+            offload_keep_last=case.keep_last,
             accumulation=_native.SYNC_REDUCE if case.syncs else _native.SYNC_NONE,
         ),
         wrap="Block",
