@@ -70,8 +70,8 @@ PyDoc_STRVAR(
 
 PyDoc_STRVAR(
     plan_step_doc,
-    "plan_step($module, /, units, forward, backward, shard_link, replica_link, "
-    "*,\n"
+    "plan_step($module, /, units, forward, backward, shard_link,\n"
+    "          replica_link, *,\n"
     "          num_batches=1, accumulation=SYNC_REDUCE, wants_scratch=False,\n"
     "          is_host=False, hosts=(0, 1.0, 0.0), offload=(0, 0.0))\n"
     "--\n\n"
@@ -81,11 +81,10 @@ PyDoc_STRVAR(
     "units: (name, layout, [(param, reduce, grad dtype)], num_replicas,\n"
     "reshards, backward_prefetch, forward_prefetch, offloads), root first.\n"
     "forward, backward: events (kind, unit, param, nbytes, peak_nbytes,\n"
-    "seconds[, item, nbytes that may be offloaded, requires_grad]), kind one "
-    "of the PLAN constants. links:\n"
-    "(bytes per second, latency in seconds); hosts: (ranks of a host or 0, "
-    "and\n"
-    "the same of a host's link); offload: (keep_last or 0, bytes per second).");
+    "seconds[, nbytes that may be offloaded, the forward event that saved\n"
+    "them, requires_grad]), kind one of the PLAN constants. links: (bytes per\n"
+    "second, latency in seconds); hosts: (ranks of a host or 0, and the same\n"
+    "of a host's link); offload: (keep_last or 0, bytes per second).");
 
 PyDoc_STRVAR(
     prepare_exchange_doc,

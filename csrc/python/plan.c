@@ -148,14 +148,14 @@ static int read_unit(const module_state *state, PyObject *item,
 static int read_event(PyObject *item, fsdp_step_event *event) {
   int kind, requires_grad = 0;
   long long unit, param, nbytes, peak_nbytes;
-  long long saved_item = 0, offload_nbytes = 0;
+  long long offload_nbytes = 0, saved_by = 0;
   if (!PyTuple_Check(item)) {
     PyErr_Format(PyExc_TypeError, "events must be tuples, got %R", item);
     return -1;
   }
   if (!PyArg_ParseTuple(item, "iLLLLd|LLp;an event of plan_step", &kind, &unit,
                         &param, &nbytes, &peak_nbytes, &event->seconds,
-                        &saved_item, &offload_nbytes, &requires_grad)) {
+                        &offload_nbytes, &saved_by, &requires_grad)) {
     return -1;
   }
   if (kind < FSDP_STEP_ENTER || kind > FSDP_STEP_LEAVE) {
@@ -167,8 +167,8 @@ static int read_event(PyObject *item, fsdp_step_event *event) {
   event->param = param;
   event->nbytes = nbytes;
   event->peak_nbytes = peak_nbytes;
-  event->item = saved_item;
   event->offload_nbytes = offload_nbytes;
+  event->saved_by = saved_by;
   event->requires_grad = requires_grad != 0;
   return 0;
 }

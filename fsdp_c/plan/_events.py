@@ -58,13 +58,13 @@ class StepEvents:
             sum(each for each in entry.saved if each >= offload_min_bytes)
             for entry in trace.forward
         ]
-        self._items: dict[int, int] = {}  # by forward entry: its event
+        self._savers: dict[int, int] = {}  # by forward entry: its event
         self.trained: set[str] = set()
         self.forward: list[_Event] = []
         self.backward: list[_Event] = []
         for index, entry in enumerate(trace.forward):
             if entry.kind == "work":
-                self._items[index] = len(self.forward)
+                self._savers[index] = len(self.forward)
                 self.forward.append(self._work(entry, index))
             else:
                 self.forward += self._boundary(entry, is_last="leave")
@@ -77,11 +77,11 @@ class StepEvents:
                 self.backward += self._boundary(entry, is_last="enter")
 
     def _work(self, entry: Entry, saved_by: int | None) -> _Event:
-        item, offloaded = 0, 0
+        offloaded, event = 0, 0
         if saved_by is not None:
-            item, offloaded = self._items[saved_by], self._offloaded[saved_by]
-        seconds = entry.flops / self._rate
-        return (_native.PLAN_WORK, 0, 0, *entry.change, seconds, item, offloaded, False)
+            offloaded, event = self._offloaded[saved_by], self._savers[saved_by]
+        work = (_native.PLAN_WORK, 0, 0, *entry.change, entry.flops / self._rate)
+        return (*work, offloaded, event, False)
 
     def _use(self, entry: Entry) -> _Event:
         unit, param = self._params.get(entry.name, (-1, 0))

@@ -110,13 +110,12 @@ void plan_fixture_write_events(plan_fixture *self) {
     }
     fsdp_step_event *made = &self->forward[self->options.num_forward++];
     *made = *event;
-    made->item = self->options.num_forward - 1;
     made->requires_grad = has_grad[i];
   }
-  int64_t item = self->options.num_forward;
+  int64_t index = self->options.num_forward;
   for (int64_t i = self->num_events; i-- > 0;) {
     fsdp_step_event made = self->events[i];
-    if (made.kind != FSDP_STEP_USE) item--;
+    if (made.kind != FSDP_STEP_USE) index--;
     if (made.kind == FSDP_STEP_USE
             ? !is_trainable(self, &made)
             : made.kind != FSDP_STEP_WORK && !has_grad[i]) {
@@ -125,7 +124,7 @@ void plan_fixture_write_events(plan_fixture *self) {
     made.nbytes = -made.nbytes;
     made.peak_nbytes = 0;
     made.seconds = has_grad[i] ? self->backward_seconds[i] : 0;
-    if (made.kind == FSDP_STEP_WORK) made.item = item;
+    if (made.kind == FSDP_STEP_WORK) made.saved_by = index;
     self->backward[self->options.num_backward++] = made;
   }
 }

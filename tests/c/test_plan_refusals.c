@@ -155,14 +155,19 @@ TEST(test_bad_offloads) {
   (void)plan_fixture_run(&self);
   self.forward[0].offload_nbytes = 1;
   CHECK_TEXT(plan_fixture_message(&self, FSDP_INVALID_ARGUMENT),
-             "an event offloads 1 bytes of item 0: need 0 or more, 0 unless it "
-             "is WORK, and an item in [0, 11)");
+             "an event offloads 1 bytes: need 0 or more, and 0 unless it is "
+             "WORK");
   self.forward[0].offload_nbytes = 0;
-  self.forward[2].offload_nbytes = 1;
-  self.forward[2].item = 11;
-  CHECK(strstr(plan_fixture_message(&self, FSDP_INVALID_ARGUMENT), "item 11") !=
-        NULL);
-  self.forward[2].offload_nbytes = 0;
+  int64_t at = 0;
+  while (self.backward[at].kind != FSDP_STEP_WORK) at++;
+  self.backward[at].offload_nbytes = 1;
+  self.backward[at].saved_by = 2;
+  CHECK_TEXT(plan_fixture_message(&self, FSDP_INVALID_ARGUMENT),
+             "backward needs 1 bytes that event 2 of forward has not saved");
+  self.backward[at].saved_by = 11;
+  CHECK(strstr(plan_fixture_message(&self, FSDP_INVALID_ARGUMENT),
+               "event 11 of forward") != NULL);
+  self.backward[at].offload_nbytes = 0;
   self.options.offload_keep_last = -1;
   CHECK_TEXT(plan_fixture_message(&self, FSDP_INVALID_ARGUMENT),
              "-1 last units that are not offloaded, 0 bytes per second to the "

@@ -106,14 +106,11 @@ static fsdp_status check_event(const fsdp_step_plan_options *options,
                      "unless it is WORK or USE, and seconds >= 0",
                      event->nbytes, event->peak_nbytes, event->seconds);
   }
-  if (event->offload_nbytes < 0 ||
-      (event->offload_nbytes > 0 &&
-       (!is_work || event->item < 0 || event->item >= options->num_forward))) {
+  if (event->offload_nbytes < 0 || (event->offload_nbytes > 0 && !is_work)) {
     return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
-                     "an event offloads %" PRId64 " bytes of item %" PRId64
-                     ": need 0 or more, 0 unless it is WORK, and an item in "
-                     "[0, %" PRId64 ")",
-                     event->offload_nbytes, event->item, options->num_forward);
+                     "an event offloads %" PRId64
+                     " bytes: need 0 or more, and 0 unless it is WORK",
+                     event->offload_nbytes);
   }
   if (is_work) return FSDP_OK;
   if (event->unit < 0 || event->unit >= options->num_units) {
@@ -147,6 +144,22 @@ static fsdp_status check_use(plan_run *run, const fsdp_step_event *event,
   planned->is_used[event->param] = true;
   planned->num_uses++;
   return FSDP_OK;
+}
+
+/* Of a backward event: what it needs was saved. */
+static fsdp_status check_saved(const fsdp_step_plan_options *options,
+                               const fsdp_step_event *event,
+                               fsdp_error *error) {
+  const int64_t index = event->saved_by;
+  if (event->offload_nbytes == 0 ||
+      (index >= 0 && index < options->num_forward &&
+       options->forward[index].offload_nbytes == event->offload_nbytes)) {
+    return FSDP_OK;
+  }
+  return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
+                   "backward needs %" PRId64 " bytes that event %" PRId64
+                   " of forward has not saved",
+                   event->offload_nbytes, index);
 }
 
 static fsdp_status check_nesting(plan_run *run, const fsdp_step_event *event,
@@ -205,6 +218,7 @@ static fsdp_status read_events(plan_run *run, fsdp_error *error) {
   for (int64_t i = 0; i < options->num_backward; i++) {
     const fsdp_step_event *event = &options->backward[i];
     FSDP_TRY(check_event(options, event, error));
+    FSDP_TRY(check_saved(options, event, error));
     FSDP_TRY(add_activations(&held, event, error));
     if (event->kind == FSDP_STEP_USE) FSDP_TRY(check_use(run, event, error));
     if (event->kind == FSDP_STEP_ENTER) {
@@ -365,7 +379,7 @@ static fsdp_status run_forward(plan_run *run, fsdp_error *error) {
     fsdp_counting_device_compute(&run->device, event->seconds);
     if (event->kind == FSDP_STEP_WORK) {
       FSDP_TRY(change_activations(run, event, error));
-      FSDP_TRY(fsdp_planned_offload_save(&run->offload, event->item,
+      FSDP_TRY(fsdp_planned_offload_save(&run->offload, i,
                                          event->offload_nbytes, error));
     }
     if (event->kind == FSDP_STEP_LEAVE) {
@@ -418,8 +432,8 @@ static fsdp_status take_back(plan_run *run, const fsdp_step_event *event,
   if (run->offload.offload == NULL || event->offload_nbytes == 0) {
     return FSDP_OK;
   }
-  FSDP_TRY(fsdp_planned_offload_need(&run->offload, event->item, error));
-  fsdp_planned_offload_drop(&run->offload, event->item);
+  FSDP_TRY(fsdp_planned_offload_need(&run->offload, event->saved_by, error));
+  fsdp_planned_offload_drop(&run->offload, event->saved_by);
   FSDP_TRY(fsdp_counting_device_hold(&run->device, FSDP_COUNTED_ACTIVATIONS,
                                      event->offload_nbytes, error));
 done:

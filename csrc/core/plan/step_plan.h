@@ -47,11 +47,11 @@ typedef struct fsdp_step_event {
   int64_t nbytes;         /* that activations hold more after the event, or less
                              (negative); 0 unless WORK or USE */
   int64_t peak_nbytes;    /* most that they hold more meanwhile; >= nbytes, 0 */
-  int64_t item;           /* of WORK with offload_nbytes: what is saved */
   int64_t offload_nbytes; /* of WORK: in forward, bytes saved for backward in
                              storages that may wait in host memory; in the
                              backward event that needs them first, the same
                              number; 0: none */
+  int64_t saved_by;       /* of such a backward event: the forward event */
   double seconds;         /* of compute, before what the event does; >= 0 */
   bool requires_grad;     /* of LEAVE in forward: its outputs do */
 } fsdp_step_event;
