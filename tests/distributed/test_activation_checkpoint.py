@@ -1,10 +1,12 @@
 """Activation checkpointing, inside the wrapper and around it."""
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     apply_activation_checkpointing,
@@ -14,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from helpers.distributed import STRATEGIES, distributed
 from helpers.impl import MixedPrecision, fsdp
-from helpers.models import Block, vectors
+from helpers.models import MLP, Block, vectors
 from helpers.reference import Differential
-from helpers.rows import in_either_api
+from helpers.rows import APIS, in_either_api, shard_by
 
 
 class _CheckpointedBlock(Block):
@@ -53,21 +55,8 @@ class _Model(nn.Module):
         return self.out(x)
 
 
-class _Plain(_Model):
-    """The same blocks, which do not recompute by themselves."""
-
-    def __init__(self) -> None:
-        super().__init__(use_reentrant=False, around=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inp(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.out(x)
-
-
 @pytest.mark.each_value
-@pytest.mark.parametrize("api", ["FSDP", "FSDP flat", "fully_shard"])
+@pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("around", [True, False])
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -84,50 +73,38 @@ def test_checkpoint(use_reentrant: bool, around: bool, strategy: str, api: str) 
     differential.checked_step()
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("impl", ["REENTRANT", "NO_REENTRANT"])
-@pytest.mark.parametrize("order", ["fsdp_outside", "checkpoint_outside"])
+@pytest.mark.parametrize("how", ["inside", "around", "composable", "applied"])
 @distributed(world_size=2)
-def test_checkpoint_wrapper(order: str, impl: str, use_orig_params: bool) -> None:
-    """Torch's CheckpointWrapper as a module; names stay clean."""
+def test_checkpoint_wrapper(how: str, impl: str, api: str) -> None:
+    """Torch's wrappers: modules, hooks, or put in by a function after sharding."""
+    checkpointed = functools.partial(
+        checkpoint_wrapper, checkpoint_impl=CheckpointImpl[impl]
+    )
 
-    def wrap_block(block: nn.Module) -> nn.Module:
-        kind = CheckpointImpl[impl]
-        if order == "fsdp_outside":
-            inner = checkpoint_wrapper(block, checkpoint_impl=kind)
-            wrapped: nn.Module = fsdp(inner, use_orig_params=use_orig_params)
-        else:
-            unit = fsdp(block, use_orig_params=use_orig_params)
-            wrapped = checkpoint_wrapper(unit, checkpoint_impl=kind)
-        return wrapped
+    def shard_block(block: nn.Module) -> nn.Module:
+        if how == "around":
+            return checkpointed(shard_by(api, block, ()))
+        if how == "composable":
+            composable_checkpoint(block)
+        elif how == "inside":
+            block = checkpointed(block)
+        return shard_by(api, block, ())
 
-    def wrap(model: Any) -> Any:
+    def shard(model: Any) -> Any:
         for index, block in enumerate(model.blocks):
-            model.blocks[index] = wrap_block(block)
-        return fsdp(model, use_orig_params=use_orig_params)
-
-    differential = Differential(_Plain, wrap, vectors, use_orig_params=use_orig_params)
-    differential.train(3)
-
-
-@pytest.mark.parametrize("impl", ["REENTRANT", "NO_REENTRANT"])
-@distributed(world_size=2)
-def test_applied_after_wrapping(impl: str) -> None:
-    """apply_activation_checkpointing on the sharded model, as trainers do."""
-
-    def wrap(model: Any) -> Any:
-        sharded = fsdp(model, units={Block}, use_orig_params=True)
-        apply_activation_checkpointing(
-            sharded,
-            checkpoint_wrapper_fn=lambda module: checkpoint_wrapper(
-                module, checkpoint_impl=CheckpointImpl[impl]
-            ),
-            check_fn=lambda module: isinstance(module, Block),
-        )
+            model.blocks[index] = shard_block(block)
+        sharded = shard_by(api, model, ())
+        if how == "applied":
+            apply_activation_checkpointing(
+                sharded,
+                checkpoint_wrapper_fn=checkpointed,
+                check_fn=lambda module: isinstance(module, Block),
+            )
         return sharded
 
-    differential = Differential(_Plain, wrap, vectors, use_orig_params=True)
-    differential.train(3)
+    in_either_api(api, MLP, (), shard=shard).train(3)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

@@ -9,8 +9,9 @@ from torch import nn
 
 from helpers.distributed import TEST_DEVICE, distributed
 from helpers.impl import FSDP, MixedPrecision, fsdp
-from helpers.models import CASES, MLP, Block, vectors
-from helpers.reference import Differential, assert_same_tensors, full_state_dict
+from helpers.models import MLP, Block, vectors
+from helpers.reference import assert_same_tensors, full_state_dict
+from helpers.rows import APIS, in_either_api
 from helpers.seeds import seeded
 
 
@@ -18,37 +19,25 @@ def _wrap(model: nn.Module, *, use_orig_params: bool, **kwargs: Any) -> Any:
     return fsdp(model, units={Block}, use_orig_params=use_orig_params, **kwargs)
 
 
-def _doubles(generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-    return tuple(tensor.double() for tensor in vectors(generator))
-
-
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("has_run", [True, False])
 @distributed(world_size=(2, 3, 4))
-def test_double(has_run: bool, use_orig_params: bool) -> None:
-    """Before the first step and after some: the model trains on, in fp64."""
-    differential = Differential.of_case(
-        CASES["mlp"],
-        lambda model: _wrap(model, use_orig_params=use_orig_params),
-        use_orig_params=use_orig_params,
-        optimizer=lambda params: torch.optim.SGD(params, lr=0.05),
+def test_other_dtypes(has_run: bool, api: str) -> None:
+    """Before the first step and after some: the model trains on, in its new dtype."""
+    both = in_either_api(
+        api, MLP, {Block}, optimizer=lambda params: torch.optim.SGD(params, lr=0.05)
     )
-    model = differential.model
-    if has_run:
-        differential.train(2)
-        differential.zero_grad()
-    before = [id(param) for param in model.parameters()]
-    assert model.double() is model
-    differential.reference.double()
-    assert [id(param) for param in model.parameters()] == before
-    assert all(param.dtype == torch.float64 for param in model.parameters())
-    differential.inputs = _doubles
-    differential.train(2)
-    differential.zero_grad()
-    model.float()
-    differential.reference.float()
-    differential.inputs = vectors
-    differential.train(1)
+    both.train(2 if has_run else 0)
+    both.tolerance = 2e-5
+    before = [id(param) for param in both.model.parameters()]
+    for dtype in (torch.float32, torch.float64):
+        both.zero_grad()
+        assert both.model.to(dtype) is both.model
+        both.reference.to(dtype)
+        assert [id(param) for param in both.model.parameters()] == before
+        assert all(param.dtype == dtype for param in both.model.parameters())
+        both.inputs = lambda g, dtype=dtype: tuple(x.to(dtype) for x in vectors(g))
+        both.train(2)
 
 
 @distributed(world_size=2)

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.distributed import distributed, every_strategy
-from helpers.models import BATCH, DIM, Block, vectors
+from helpers.distributed import STRATEGIES, distributed
+from helpers.models import BATCH, DIM, Block
 from helpers.orders import debugging
 from helpers.reference import Differential, Inputs
-from helpers.rows import Rows, shard_units
+from helpers.rows import APIS, Rows, in_either_api
 
 NUM_BLOCKS = 4
 COMMON = (0, 1, 2, 3)
@@ -56,7 +56,6 @@ class Diverging(Differential):
     paths: tuple[tuple[int, ...], ...] = (COMMON,)
 
     def batches(self) -> list[Inputs]:
-        """Return the next batch of every rank, with its path."""
         last = len(self.paths) - 1
         return [
             (x.double(), torch.tensor(self.paths[min(rank, last)], dtype=torch.long))
@@ -68,26 +67,24 @@ class DivergingRows(Diverging, Rows):
     """The same under ``fully_shard``."""
 
 
-def _build() -> nn.Module:
-    return Paths().double()
-
-
-def _make(**kwargs: Any) -> Diverging:
-    return Diverging.of_units(_build, {Block}, **kwargs)
+def _make(api: str, **options: Any) -> Diverging:
+    made = in_either_api(
+        api, Paths, {Block}, kinds=(Diverging, DivergingRows), **options
+    )
+    assert isinstance(made, Diverging)
+    return made
 
 
 @pytest.mark.each_value
-@every_strategy
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("prefetch", [True, False])
 @distributed(world_size=(2, 3))
-def test_training(strategy: str, use_orig_params: bool, prefetch: bool) -> None:
+def test_training(strategy: str, api: str, prefetch: bool) -> None:
     """Gradients and parameters are the unsharded model's after every step."""
+    options = {} if api == "fully_shard" else {"forward_prefetch": prefetch}
     with debugging("DETAIL"):
-        differential = _make(
-            strategy=strategy,
-            use_orig_params=use_orig_params,
-            forward_prefetch=prefetch,
-        )
+        differential = _make(api, strategy=strategy, **options)
         for differential.paths in STEPS:
             differential.train(1)
             differential.evaluate()
@@ -96,31 +93,17 @@ def test_training(strategy: str, use_orig_params: bool, prefetch: bool) -> None:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("schedule", ["znsu", "znnsu", "zpsu", "zpnsu"])
+@pytest.mark.parametrize("api", ["FSDP", "fully_shard"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @distributed(world_size=2)
-def test_accumulation(strategy: str, schedule: str) -> None:
+def test_accumulation(strategy: str, api: str, schedule: str) -> None:
     """What no_sync kept on one rank only is reduced by all."""
     with debugging("INFO"):
-        differential = _make(strategy=strategy)
+        differential = _make(api, strategy=strategy)
         for differential.paths in STEPS[:6]:
             differential.run(schedule)
         differential.paths = (COMMON,)
         differential.train(1)
-        del differential
-
-
-@pytest.mark.parametrize("reshards", [True, False])
-@distributed(world_size=(2, 3))
-def test_fully_shard(reshards: bool) -> None:
-    """DTensors have the same gradients."""
-    with debugging("INFO"):
-        differential = DivergingRows(
-            _build,
-            lambda model: shard_units(model, {Block}, reshard_after_forward=reshards),
-            vectors,
-        )
-        for differential.paths in STEPS:
-            differential.train(1)
         del differential
 
 
@@ -135,7 +118,7 @@ def _failure(model: nn.Module, path: tuple[int, ...]) -> str:
 def test_no_sync_on_one_rank_is_refused(rank: int) -> None:
     """All ranks must do the same with a gradient."""
     with debugging("INFO"):
-        differential = _make()
+        differential = _make("FSDP")
         differential.train(1)
         model = differential.model
         if rank == 0:

@@ -17,7 +17,7 @@ from helpers.distributed import distributed
 from helpers.impl import fsdp
 from helpers.models import DIM, Block
 from helpers.reference import sgd
-from helpers.rows import shard_units
+from helpers.rows import APIS, shard_by
 from helpers.transports import over
 
 pytestmark = [
@@ -28,7 +28,6 @@ pytestmark = [
     ),
 ]
 WIDTH = 64
-APIS = ["FSDP", "flat", "fully_shard"]
 REFUSAL = (
     "FSDP unit '0': this process was forked, and its shards are memory of its parent"
 )
@@ -45,10 +44,7 @@ class _Layer(nn.Module):
 
 def _model(api: str) -> Any:
     torch.manual_seed(0)
-    model = nn.Sequential(_Layer(), _Layer())
-    if api == "fully_shard":
-        return shard_units(model, {_Layer})
-    return fsdp(model, units={_Layer}, use_orig_params=api == "FSDP")
+    return shard_by(api, nn.Sequential(_Layer(), _Layer()), {_Layer})
 
 
 def _step(model: Any, optimizer: torch.optim.Optimizer) -> None:

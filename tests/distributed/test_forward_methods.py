@@ -1,20 +1,18 @@
 """register_forward_method: other methods than forward run with whole parameters."""
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import fsdp_c
+from fsdp_c import register_fsdp_forward_method
 from helpers.distributed import distributed
 from helpers.impl import FSDP, MixedPrecision, fsdp
 from helpers.models import Block
-from helpers.reference import assert_same_tensors, full_state_dict
-from helpers.seeds import generator
+from helpers.rows import APIS, in_either_api
 
 register: Any = fsdp_c.register_forward_method
 
@@ -53,37 +51,19 @@ def _methods(model: Any, x: Tensor) -> Tensor:
     return model.decode(code).square().mean() + model(x).square().mean()
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("has_policy", [True, False])
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("units", [(), (Block,)])
 @distributed(world_size=(2, 3, 4))
-def test_training(
-    rank: int, world_size: int, has_policy: bool, use_orig_params: bool
-) -> None:
+def test_training(units: Any, api: str) -> None:
     """Losses and weights are those of the unsharded model."""
-    reference = Coder()
-    model = fsdp(
-        copy.deepcopy(reference),
-        auto_wrap_policy=ModuleWrapPolicy({Block}) if has_policy else None,
-        use_orig_params=use_orig_params,
-    )
-    register(model, "encode")
-    register(model, "decode")
-    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (reference, model)]
-    for step in range(3):
-        batches = [
-            torch.randn(4, 6, generator=generator("batch", step, r))
-            for r in range(world_size)
-        ]
-        losses = [_methods(reference, batch) for batch in batches]
-        loss = _methods(model, batches[rank])
-        torch.testing.assert_close(loss, losses[rank])
-        torch.stack(losses).mean().backward()
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    expected = dict(reference.state_dict())
-    assert_same_tensors("parameter", full_state_dict(model), expected)
+    both = in_either_api(api, Coder, units)
+    for name in ("encode", "decode"):
+        if api == "fully_shard":
+            register_fsdp_forward_method(both.model, name)
+            register_fsdp_forward_method(nn.Linear(2, 2), name)  # nothing happens
+        else:
+            register(both.model, name)
+    both.train_on(_methods)
 
 
 @distributed(world_size=2)

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from helpers.distributed import STRATEGIES, distributed, every_strategy
 from helpers.impl import FSDP, MixedPrecision, assert_idle, fsdp, memory_stats
-from helpers.models import DIM, Block, loss_of, vectors
+from helpers.models import DIM, Block, loss_of
 from helpers.reference import (
     Differential,
     assert_same_tensors,
@@ -19,7 +19,7 @@ from helpers.reference import (
     full_state_dict,
     with_model,
 )
-from helpers.rows import Rows, shard_units
+from helpers.rows import in_either_api
 
 RANKS = (2, 3, 4)
 
@@ -342,17 +342,11 @@ class _Recomputed(nn.Module):
         return checkpoint(self.block, self.first(x), use_reentrant=True)
 
 
-@pytest.mark.parametrize("by_rows", [False, True])
+@pytest.mark.parametrize("api", ["FSDP", "fully_shard"])
 @distributed(world_size=2)
-def test_thawed_inside_reentrant_checkpointing(*, by_rows: bool) -> None:
+def test_thawed_inside_reentrant_checkpointing(api: str) -> None:
     """A forward without gradients follows requires_grad: it may be checkpointing's."""
-    differential: Differential
-    if by_rows:
-        differential = Rows(
-            _Recomputed, lambda model: shard_units(model, {Block}), vectors
-        )
-    else:
-        differential = Differential.of_units(_Recomputed, {Block})
+    differential = in_either_api(api, _Recomputed, {Block}, strategy=None)
     for is_trainable in (False, True):
         for model in (differential.reference, differential.model):
             for name, param in model.named_parameters():

@@ -55,26 +55,6 @@ def test_hybrid_mesh(shape: tuple[int, int], no_sync: bool) -> None:
         assert param.placements == (Replicate(), Shard(0))
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("no_sync", [True, False])
-@pytest.mark.parametrize("set_to_none", [True, False])
-@distributed(world_size=2)
-def test_accumulation(no_sync: bool, set_to_none: bool) -> None:
-    """Micro-batches, and sharded gradients that are kept over a step."""
-    both = Rows.of("transformer")
-    both.train(1)
-    both.zero_grad(set_to_none=set_to_none)
-    both.accumulate(3, no_sync=no_sync)
-    both.check()
-    both.step()
-    both.forward_backward()  # adds to what stands
-    both.check()
-    both.clip(0.1)
-    both.clip(0.01, float("inf"))
-    both.step()
-    both.check()
-
-
 @distributed(world_size=2)
 def test_sync_of_single_modules() -> None:
     """Without recurse the flag is the module's own."""

@@ -76,26 +76,14 @@ def some(generator: torch.Generator) -> Inputs:
     return torch.randn(4, DIM, generator=generator), uses
 
 
-class Unused(Rows):
-    """Also compares which gradients are None."""
-
-    def check(self) -> None:
-        super().check()
-        for name, param in self.model.named_parameters():
-            expected = self.reference_params[name].grad
-            assert (param.grad is None) == (expected is None), name
-
-
 def shard(model: Any, **options: Any) -> Any:
-    """Make each block a group."""
     for block in model.blocks:
         fully_shard(block, **options)
     return fully_shard(model, **options)
 
 
-def pair(inputs: Any = some, **options: Any) -> Unused:
-    """Return both models."""
-    return Unused(Model, lambda m: shard(m, **options), inputs, optimizer=adamw)
+def pair(inputs: Any = some, **options: Any) -> Rows:
+    return Rows(Model, lambda m: shard(m, **options), inputs, optimizer=adamw)
 
 
 @pytest.mark.parametrize("transport", [OWN, "c10d"])
@@ -255,10 +243,4 @@ def test_a_rank_that_is_done_sooner_with_a_unit(transport: str) -> None:
     """
     with over(transport):
         both = Rows(_Twice, _one_unit, _one_of_two)
-        for _ in range(8):
-            batches = both.batches()
-            both.zero_grad()
-            losses = [both.reference(*batch).square().mean() for batch in batches]
-            torch.stack(losses).mean().backward()
-            both.model(*batches[both.rank]).square().mean().backward()
-            both.checked_step()
+        both.train_on(lambda model, *batch: model(*batch).square().mean(), 8)

@@ -4,10 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy
 
-from helpers.distributed import distributed, every_strategy, varied
+from helpers.distributed import STRATEGIES, distributed, every_strategy, varied
 from helpers.impl import CPUOffload
+from helpers.models import CASES
 from helpers.reference import Differential, with_model
+from helpers.rows import APIS, in_either_api
 
 # See `Differential.run`.
 SCHEDULES = {
@@ -26,20 +29,27 @@ SCHEDULES = {
 @pytest.mark.each_value
 @pytest.mark.trap(10)
 @pytest.mark.trap(11)
-@every_strategy
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("model", ["mlp", "uneven", "called_twice", "unused"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("offloads", [False, True])
 @distributed(world_size=(2, 3))
 def test_schedule(
-    model: str, schedule: str, offloads: bool, strategy: str, use_orig_params: bool
+    model: str, schedule: str, offloads: bool, strategy: str, api: str
 ) -> None:
     """Micro batches that reduce, keep whole gradients, or keep sharded sums."""
-    differential = Differential.of_model(
-        model,
+    options: dict[str, Any] = {"cpu_offload": CPUOffload(offload_params=offloads)}
+    if api == "fully_shard":
+        options = {"offload_policy": CPUOffloadPolicy()} if offloads else {}
+    case = CASES[model]
+    differential = in_either_api(
+        api,
+        case.build,
+        case.unit_classes,
+        case.inputs,
         strategy=strategy,
-        use_orig_params=use_orig_params,
-        cpu_offload=CPUOffload(offload_params=offloads),
+        **options,
     )
     differential.run(SCHEDULES[schedule])
     differential.evaluate()

@@ -6,18 +6,20 @@ FSDP_C_HOST_ID makes hosts of the ranks of this machine.
 import contextlib
 import gc
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_c
-from fsdp_c import fully_shard
 from helpers.distributed import distributed
-from helpers.groups import groups_destroyed, hybrid_groups
+from helpers.groups import hybrid_groups
 from helpers.impl import fsdp
+from helpers.models import CASES
 from helpers.reference import Differential
-from helpers.seeds import seeded
+from helpers.rows import APIS, in_either_api
 from helpers.transports import transport_of
 
 pytestmark = pytest.mark.cpu_only("hosts are told apart on the CPU")
@@ -37,30 +39,37 @@ def on_hosts(*hosts: str) -> Iterator[dist.ProcessGroup]:
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-@pytest.mark.parametrize("model", ["transformer", "uneven", "mixed_dtype"])
+@pytest.mark.parametrize("model", ["transformer", "uneven"])
 @distributed(world_size=4)
-def test_training_on_two_hosts(
-    model: str, strategy: str, use_orig_params: bool
-) -> None:
-    """As the unsharded model, with uneven parameters and accumulation."""
+def test_training_on_two_hosts(model: str, strategy: str, api: str) -> None:
+    """As the unsharded model, with uneven parameters and accumulation.
+
+    Small calls of ``fully_shard`` are merged.
+    """
+    case = CASES[model]
     with on_hosts("a", "a", "b", "b") as group:
-        differential = Differential.of_model(
-            model,
+        options: dict[str, Any] = {"process_group": group}
+        if api == "fully_shard":
+            options = {"mesh": DeviceMesh.from_group(group, "cpu")}
+        differential = in_either_api(
+            api,
+            case.build,
+            case.unit_classes,
+            case.inputs,
             strategy=strategy,
-            use_orig_params=use_orig_params,
-            process_group=group,
+            **options,
         )
         differential.train(2)
         differential.accumulate(2, no_sync=True)
         assert transport_of(group) == ("hierarchical", "")
-        del differential
+        del differential, options
 
 
 @distributed(world_size=4)
 def test_low_precision_on_two_hosts() -> None:
-    """bf16 is summed in fp32 on each level."""
+    """bf16 is summed in fp32 on each level; also beside fp32 in one unit."""
     with on_hosts("a", "a", "b", "b") as group:
         precision = torch.distributed.fsdp.MixedPrecision(
             param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16
@@ -73,6 +82,8 @@ def test_low_precision_on_two_hosts() -> None:
         )
         differential.train(2)
         assert transport_of(group)[0] == "hierarchical"
+        differential = Differential.of_model("mixed_dtype", process_group=group)
+        differential.train(2)
         del differential
 
 
@@ -92,30 +103,6 @@ def test_replicas_on_two_hosts(rank: int) -> None:
                 differential.train(2)
                 assert tuple(transport_of(each)[0] for each in groups) == carriers
                 del differential
-
-
-@distributed(world_size=4)
-def test_fully_shard_on_two_hosts(rank: int) -> None:
-    """Over the merging of small calls, against a mean by hand."""
-    with pytest.MonkeyPatch.context() as patch, groups_destroyed():
-        patch.setenv("FSDP_C_HOST_ID", f"host{rank // 2}")
-        # A group of its own: that of the world may have met before.
-        group = dist.new_group(list(range(4)))
-        mesh = dist.device_mesh.DeviceMesh.from_group(group, "cpu")
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
-        weights = [p.detach().clone() for p in model.parameters()]
-        fully_shard(model, mesh=mesh)
-        inputs = torch.randn(4, 2, 5, generator=seeded(1))
-        model(inputs[rank]).sum().backward()
-        for p in weights:
-            p.requires_grad_()
-        hidden = torch.nn.functional.linear(inputs.flatten(0, 1), *weights[:2])
-        (torch.nn.functional.linear(hidden, *weights[2:]).sum() / 4).backward()
-        for mine, p in zip(model.parameters(), weights, strict=True):
-            torch.testing.assert_close(mine.grad.full_tensor(), p.grad)
-        assert transport_of(mesh.get_group())[0] == "hierarchical"
-        del model
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_c import fully_shard
 from helpers.distributed import distributed
 from helpers.impl import FSDP, ShardingStrategy, fsdp
 from helpers.reference import Differential, full_state_dict
+from helpers.rows import shard_by
 from helpers.seeds import seeded
 
 pytestmark = pytest.mark.cpu_only("an accelerator's ranks gather")
@@ -44,13 +44,7 @@ def _model() -> nn.Sequential:
 
 
 def _wrap(api: str, model: nn.Module | None = None, **options: Any) -> Any:
-    model = model or _model()
-    if api == "fsdp":
-        return fsdp(model, units={_Layer}, use_orig_params=True, **options)
-    for layer in model.children():
-        fully_shard(layer)
-    fully_shard(model)
-    return model
+    return shard_by(api, model or _model(), {_Layer}, **options)
 
 
 def _mapped_nbytes() -> int:
@@ -63,7 +57,7 @@ def _mapped_nbytes() -> int:
     return sum(end - begin for begin, end in ranges)
 
 
-@pytest.mark.parametrize("api", ["fsdp", "fully_shard"])
+@pytest.mark.parametrize("api", ["FSDP", "fully_shard"])
 @distributed(world_size=(2, 3))
 def test_shards_are_in_one_file(api: str) -> None:
     """From the first forward to the end of the model."""
@@ -84,7 +78,7 @@ def _num_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-@pytest.mark.parametrize("api", ["fsdp", "fully_shard"])
+@pytest.mark.parametrize("api", ["FSDP", "fully_shard"])
 @distributed(world_size=(2, 3))
 def test_no_descriptor_is_left(api: str) -> None:
     """The files are mapped and closed, and the mappings go with each model."""
@@ -110,7 +104,7 @@ def test_kept_parameters_are_copies(strategy: ShardingStrategy) -> None:
     """They may be used when an owner writes its shard."""
     gc.collect()
     before = _mapped_nbytes()
-    model = _wrap("fsdp", sharding_strategy=strategy)
+    model = _wrap("FSDP", sharding_strategy=strategy)
     model(torch.ones(2, WIDTH)).sum().backward()
     assert _mapped_nbytes() == before
 
@@ -124,7 +118,7 @@ def test_switch(rank: int, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("FSDP_C_TRANSPORT", value)
     gc.collect()
     before = _mapped_nbytes()
-    model = _wrap("fsdp", process_group=group)
+    model = _wrap("FSDP", process_group=group)
     loss = model(torch.ones(2, WIDTH)).sum()
     assert (_mapped_nbytes() > before) == (value == "rings")
     loss.backward()
@@ -135,7 +129,7 @@ def test_switch(rank: int, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     dist.destroy_process_group(group)
 
 
-@pytest.mark.parametrize("api", ["fsdp", "fully_shard"])
+@pytest.mark.parametrize("api", ["FSDP", "fully_shard"])
 @distributed(world_size=(2, 3))
 def test_writes_in_forward_reach_nobody(rank: int, api: str) -> None:
     """As with FSDP1 they are gone when the unit reshards."""
@@ -155,7 +149,7 @@ def test_writes_in_forward_reach_nobody(rank: int, api: str) -> None:
     torch.testing.assert_close(model(x), expected)
 
 
-@pytest.mark.parametrize("api", ["fsdp", "fully_shard"])
+@pytest.mark.parametrize("api", ["FSDP", "fully_shard"])
 @distributed(world_size=(2, 3))
 def test_an_owner_writes_after_its_forward(rank: int, api: str) -> None:
     """A slow rank still computes with the values from before the write."""
@@ -204,7 +198,7 @@ def test_training() -> None:
     """Losses, gradients and parameters are those of the unsharded model."""
     differential = Differential(
         _model,
-        lambda model: _wrap("fsdp", model),
+        lambda model: _wrap("FSDP", model),
         lambda generator: (torch.randn(2, WIDTH, generator=generator),),
         use_orig_params=True,
     )

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_c import fully_shard, reset
-from helpers.distributed import TEST_DEVICE, distributed
-from helpers.impl import FSDP, fsdp
+from fsdp_c import reset
+from helpers.distributed import STRATEGIES, TEST_DEVICE, distributed
+from helpers.impl import FSDP
+from helpers.rows import shard_by
 
 NUM_WALKS = int(os.environ.get("FSDP_C_WALKS", "4"))
 NUM_ACTIONS = 60
@@ -173,27 +174,11 @@ class _Walk:
             self.begin()
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize("api", ["FSDP flat", "fully_shard"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.each_value
 @pytest.mark.parametrize("seed", range(NUM_WALKS))
 @distributed(world_size=(1, 2))
-def test_walks(seed: int, strategy: str) -> None:
-    """With FSDP1's API."""
+def test_walks(seed: int, strategy: str, api: str) -> None:
     units = {nn.Linear, nn.LayerNorm} if seed % 2 else {nn.Sequential}
-    _Walk(lambda: fsdp(_Net(), units=units, strategy=strategy), seed).run()
-
-
-def _shard_rows(reshards: bool | int) -> Any:
-    model = _Net()
-    for part in model:
-        fully_shard(part, reshard_after_forward=reshards)
-    return fully_shard(model)
-
-
-@pytest.mark.parametrize("reshards", [True, False])
-@pytest.mark.each_value
-@pytest.mark.parametrize("seed", range(NUM_WALKS))
-@distributed(world_size=(1, 2))
-def test_walks_of_rows(seed: int, reshards: bool) -> None:
-    """With ``fully_shard``."""
-    _Walk(lambda: _shard_rows(reshards), seed).run()
+    _Walk(lambda: shard_by(api, _Net(), units, strategy=strategy), seed).run()

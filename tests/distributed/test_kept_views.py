@@ -12,7 +12,7 @@ from helpers.distributed import distributed
 from helpers.impl import fsdp
 from helpers.models import DIM, Block
 from helpers.reference import sgd
-from helpers.rows import shard_units
+from helpers.rows import APIS, shard_by
 
 pytestmark = pytest.mark.skipif(
     torch.__version__.startswith("2.11"),
@@ -37,24 +37,17 @@ READS: dict[str, Callable[[Tensor], object]] = {
 }
 
 
-def _models() -> dict[str, Callable[[], Any]]:
-    def net() -> nn.Module:
-        return nn.Sequential(Block(), Block())
-
-    return {
-        "FSDP": lambda: fsdp(net(), units={Block}, use_orig_params=True),
-        "flat": lambda: fsdp(net(), units={Block}, use_orig_params=False),
-        "fully_shard": lambda: shard_units(net(), {Block}),
-    }
+def _model(api: str) -> Any:
+    return shard_by(api, nn.Sequential(Block(), Block()), {Block})
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("when", ["forward", "backward"])
-@pytest.mark.parametrize("api", ["FSDP", "flat", "fully_shard"])
+@pytest.mark.parametrize("api", APIS)
 @distributed(world_size=2)
 def test_no_read_ends_in_an_error_of_torch(api: str, when: str) -> None:
     """Neither now nor when the memory belongs to others: after two steps."""
-    model = _models()[api]()
+    model = _model(api)
     optimizer = sgd(model.parameters())
     kept: list[Tensor] = []
     block = next(module for module in model.modules() if isinstance(module, Block))
@@ -84,7 +77,7 @@ def test_no_read_ends_in_an_error_of_torch(api: str, when: str) -> None:
 @distributed(world_size=2)
 def test_a_view_that_a_loss_uses(api: str) -> None:
     """Autograd saves it in forward and reads it in backward, after its unit's end."""
-    model = _models()[api]()
+    model = _model(api)
     block = next(module for module in model.modules() if isinstance(module, Block))
     extra: list[Tensor] = []
 
@@ -102,7 +95,7 @@ def test_a_view_that_a_loss_uses(api: str) -> None:
 def test_a_resharded_parameter_is_refused() -> None:
     """Also as a parameter of another unit, which has no memory to copy."""
     kept: list[Tensor] = []
-    model = shard_units(nn.Sequential(Block(), Block()), {Block})
+    model = _model("fully_shard")
     model[0].fc1.register_forward_pre_hook(
         lambda module, _args: kept.append(module.weight.detach())
     )

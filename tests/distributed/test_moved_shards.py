@@ -1,25 +1,25 @@
 """Memory of shards that torch moves, or that the user replaces.
 
 `share_memory_()` and queues of torch.multiprocessing put other memory into the storage
-of a tensor. The shard lies there from then on. What would lose its values, or change
-nothing, is refused by name. Compared with the unsharded model.
+of a tensor, `set_()` and `data =` give it another one. The shard lies there from then
+on. What would lose its values, or change nothing, is refused by name. Compared with the
+unsharded model; tests/programs/test_weights_to_a_process.py has such a queue.
 """
 
 from collections.abc import Callable
-from multiprocessing import resource_sharer
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_c import reset
-from helpers.distributed import distributed
+from helpers.distributed import STRATEGIES, distributed
 from helpers.models import BATCH, DIM, Inputs
-from helpers.rows import as_double, in_either_api
+from helpers.reference import Differential
+from helpers.rows import APIS, as_double, in_either_api
 
-APIS = ("FSDP", "FSDP flat", "fully_shard")
 WIDTH = 64  # its unit is read in place, by two ranks
 
 
@@ -40,34 +40,83 @@ def _inputs(generator: torch.Generator) -> Inputs:
 
 
 def _locals(params: list[nn.Parameter]) -> list[Tensor]:
-    return [
-        (param.to_local() if hasattr(param, "to_local") else param).detach()
-        for param in params
-    ]
+    """Return what this rank holds of the parameters: tensors with their memory."""
+    return [p._local_tensor if isinstance(p, DTensor) else p for p in params]
 
 
-def _share(params: list[nn.Parameter]) -> None:
+def _share(params: list[nn.Parameter], factor: float = 1.0) -> None:
     for local in _locals(params):
-        local.share_memory_()
+        local.detach().share_memory_()
         assert local.is_shared()
+        if factor != 1.0:
+            local.mul_(factor)
 
 
-@pytest.mark.cpu_only("memory of a device is shared in another way")
-@pytest.mark.parametrize("api", APIS)
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def _set(params: list[nn.Parameter], factor: float) -> None:
+    for local in _locals(params):
+        local.set_(factor * local.detach())  # type: ignore[call-overload]
+
+
+def _set_data(params: list[nn.Parameter], factor: float) -> None:
+    for local in _locals(params):
+        local.data = factor * local.detach()
+
+
+def _replace_locals(params: list[Any], factor: float) -> None:
+    for param in params:
+        param._local_tensor = factor * param._local_tensor.detach()
+
+
+MOVES: dict[str, Callable[[list[Any], float], None]] = {
+    "share": _share,
+    "set": _set,
+    "data": _set_data,
+    "local tensor": _replace_locals,
+}
+
+
+def _move(both: Differential, how: str) -> None:
+    """Put half the values elsewhere."""
+    with torch.no_grad():
+        MOVES[how](list(both.model.parameters()), 0.5)
+        for param in both.reference.parameters():
+            param.mul_(0.5)
+
+
+ON_CPU = pytest.mark.cpu_only("memory of a device is shared in another way")
+
+
+@ON_CPU
+@pytest.mark.each_value
+@pytest.mark.parametrize(
+    ("api", "how"),
+    [
+        (api, how)
+        for api in APIS
+        for how in MOVES
+        if how != "local tensor" or api == "fully_shard"
+    ],
+)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(world_size=(1, 2))
-def test_shared_between_steps(api: str, strategy: str) -> None:
-    """Training, evaluation and the optimizer go on with the new memory."""
+def test_moved(api: str, how: str, strategy: str) -> None:
+    """Before the first forward, between steps, within one; and written to there."""
     both = in_either_api(api, _Net, {_Wide}, _inputs, strategy=strategy)
-    params = list(both.model.parameters())
-    both.train(1)
     for _ in range(2):
-        _share(params)
+        _move(both, how)
+        both.train(1)
+        _move(both, how)
         both.evaluate()
-        both.train(2)
+        both.zero_grad()
+        both.forward_backward()
+        _move(both, how)
+        both.checked_step()
+        with torch.no_grad():
+            for param in (*both.model.parameters(), *both.reference.parameters()):
+                param.mul_(0.9)
 
 
-@pytest.mark.cpu_only("memory of a device is shared in another way")
+@ON_CPU
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @distributed(world_size=(1, 2))
@@ -79,60 +128,6 @@ def test_shared_before_backward(api: str, strategy: str) -> None:
         both.zero_grad()
         both.forward_backward(inside=lambda: _share(params))
         both.checked_step()
-
-
-# Weights for another process ----------------------------------------------------
-
-
-def _send_sums(inbox: Any, outbox: Any) -> None:
-    """Answer each tensor by its sum; in a child process."""
-    for tensor in iter(inbox.get, None):
-        outbox.put(float(tensor.sum()))
-
-
-class _Child:
-    """A process that is sent tensors; forked, and uses no model of its parent's."""
-
-    def __init__(self) -> None:
-        context = mp.get_context("fork")
-        self.inbox, self.outbox = context.SimpleQueue(), context.SimpleQueue()
-        self.process = context.Process(
-            target=_send_sums, args=(self.inbox, self.outbox), daemon=True
-        )
-        self.process.start()
-
-    def sum_of(self, tensor: Tensor) -> float:
-        self.inbox.put(tensor)
-        total: float = self.outbox.get()
-        return total
-
-    def end(self) -> None:
-        self.inbox.put(None)
-        self.process.join(10)
-        assert self.process.exitcode == 0
-        resource_sharer.stop(timeout=10)  # its thread
-
-
-@pytest.mark.cpu_only("memory of a device is shared in another way")
-@pytest.mark.parametrize("api", APIS)
-@distributed(world_size=(1, 2))
-def test_sent_to_a_process(api: str) -> None:
-    """A queue shares the parameters that it is given, between any two calls."""
-    both = in_either_api(api, _Net, {_Wide}, _inputs)
-    child = _Child()
-    params = list(both.model.parameters())
-
-    def send() -> None:
-        for local in _locals(params):
-            assert child.sum_of(local) == float(local.sum())
-
-    for _ in range(2):
-        both.zero_grad()
-        both.forward_backward(inside=send)
-        both.checked_step()
-        send()
-        both.evaluate()
-    child.end()
 
 
 # What is refused ----------------------------------------------------------------
@@ -162,63 +157,34 @@ def test_storages_that_are_emptied(api: str, has_run: bool) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.parametrize("num_steps", [0, 1])
 @distributed(world_size=(1, 2))
-def test_new_data_of_sharded_parameters(strategy: str) -> None:
+def test_new_data_of_sharded_parameters(num_steps: int, strategy: str) -> None:
     """Of a DTensor it changes nothing, in torch either: an error says what does."""
     both = in_either_api("fully_shard", _Net, {_Wide}, _inputs, strategy=strategy)
-    both.train(1)
+    both.train(num_steps)
     param = both.model[1][0].weight
     x = torch.ones(BATCH, DIM, dtype=torch.float64)
     param.data = 2 * param.detach()
-    with pytest.raises(ValueError, match=r"unit '1'.*data of parameter 0.*copy_"):
+    unit = "unit '1'.*" if num_steps else ""
+    with pytest.raises(ValueError, match=rf"{unit}data of parameter .*0.*copy_"):
         both.model(x)
     reset(both.model)
     both.zero_grad()
     both.train(1)  # it was told once
 
 
-# What is taken over -------------------------------------------------------------
-
-
-def _halve_by_data(model: Any) -> None:
-    for param in model.parameters():
-        param.data = 0.5 * param.detach()
-
-
-def _halve_local_tensors(model: Any) -> None:
-    for param in model.parameters():
-        param._local_tensor = 0.5 * param._local_tensor.detach()
-
-
-def _halve_shared(model: Any) -> None:
-    """Put new values into memory that was moved."""
-    params = list(model.parameters())
-    _share(params)
-    for local in _locals(params):
-        local.mul_(0.5)
-
-
-HALVES: dict[str, tuple[tuple[str, ...], Callable[[Any], None]]] = {
-    "data": (("FSDP", "FSDP flat"), _halve_by_data),
-    "local tensor": (("fully_shard",), _halve_local_tensors),
-    "shared": (APIS, _halve_shared),
-}
-
-
-@pytest.mark.cpu_only("memory of a device is shared in another way")
-@pytest.mark.parametrize(
-    ("how", "api"), [(how, api) for how, (apis, _) in HALVES.items() for api in apis]
-)
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-@distributed(world_size=(1, 2))
-def test_new_values(how: str, api: str, strategy: str) -> None:
-    """They are trained on, and the optimizer steps them."""
-    both = in_either_api(api, _Net, {_Wide}, _inputs, strategy=strategy)
-    for _ in range(2):
-        both.train(1)
-        with torch.no_grad():
-            HALVES[how][1](both.model)
-            for param in both.reference.parameters():
-                param.mul_(0.5)
-        both.evaluate()
-        both.train(1)
+@distributed(world_size=2)
+def test_a_local_tensor_that_does_not_fit() -> None:
+    """An error names the unit; putting the old one back heals."""
+    both = in_either_api("fully_shard", _Net, {_Wide}, _inputs)
+    both.train(1)
+    param: Any = next(both.model.parameters())
+    old = param._local_tensor
+    param._local_tensor = old.new_zeros(old.shape[0] + 1, *old.shape[1:])
+    with pytest.raises(RuntimeError, match="local tensor of parameter 0"):
+        both.model(torch.ones(1, DIM, dtype=torch.float64))
+    param._local_tensor = old
+    reset(both.model)
+    both.zero_grad()
+    both.train(1)

@@ -7,7 +7,6 @@ gradient counts. What the user writes there is not lost.
 import copy
 import re
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from helpers.distributed import TEST_DEVICE, distributed, varied
+from helpers.distributed import STRATEGIES, distributed, varied
 from helpers.groups import hybrid_groups
 from helpers.impl import (
     FSDP,
@@ -25,33 +24,24 @@ from helpers.impl import (
     MixedPrecision,
     ShardingStrategy,
     assert_idle,
-    fsdp,
 )
 from helpers.models import DIM, MLP, Block
-from helpers.reference import assert_same, clean_name
+from helpers.reference import Differential, assert_same, clean_name
+from helpers.rows import in_either_api
 from helpers.seeds import seeded
-from helpers.transports import over
+from helpers.transports import OWN, over
 
 CHANGED = "FSDP does not support changing the parameters between forward and backward"
 KEEPING = ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
 
 
-def _batch(step: int = 0) -> Tensor:
-    """Return the same on all ranks, so the mean of gradients is one of them."""
-    generator = seeded(step)
-    return torch.randn(4, DIM, generator=generator, dtype=torch.float64).to(TEST_DEVICE)
+def _make(units: Any = (Block,), **options: Any) -> Differential:
+    options = {"api": "FSDP", "strategy": "SHARD_GRAD_OP", **options}
+    return in_either_api(build=lambda: MLP(2), units=units, **options)
 
 
-def _both(**kwargs: Any) -> tuple[nn.Module, Any]:
-    torch.manual_seed(5)
-    reference = MLP(2).double().to(TEST_DEVICE)
-    kwargs = {
-        "units": {Block},
-        "strategy": "SHARD_GRAD_OP",
-        "use_orig_params": True,
-        **kwargs,
-    }
-    return reference, fsdp(copy.deepcopy(reference), **kwargs)
+def _batch() -> Tensor:
+    return torch.ones(4, DIM, dtype=torch.float64)
 
 
 def _penalty(model: nn.Module) -> Tensor:
@@ -60,60 +50,33 @@ def _penalty(model: nn.Module) -> Tensor:
     return 0.1 * torch.stack(terms).sum()
 
 
-def _loss(model: nn.Module, step: int = 0) -> Tensor:
-    loss: Tensor = model(_batch(step)).square().mean()
-    return loss + _penalty(model)
+def _loss(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean() + _penalty(model)
 
 
 def _shapes(model: nn.Module) -> list[tuple[int, ...]]:
     return [tuple(param.shape) for param in model.parameters()]
 
 
-def _grads(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        clean_name(name): param.grad.clone()
-        for name, param in model.named_parameters()
-        if param.grad is not None
-    }
-
-
-def _check(model: Any, reference: nn.Module) -> None:
-    """Compare parameters and gradients with the unsharded model's."""
-    with FSDP.summon_full_params(model, with_grads=True):
-        mine, my_grads = dict(model.named_parameters()), _grads(model)
-        for name, param in reference.named_parameters():
-            assert_same(name, mine[name], param, 1e-10)
-        expected = _grads(reference)
-        assert my_grads.keys() == expected.keys()
-        for name, grad in expected.items():
-            assert_same(f"gradient of {name}", my_grads[name], grad, 1e-10)
-
-
-def _train(reference: nn.Module, model: Any, schedule: str) -> None:
+def _train(both: Differential) -> None:
     """Run micro-steps: b backward, n one within no_sync, z zero_grad, s step."""
-    models = (reference, model)
-    optimizers = [torch.optim.SGD(each.parameters(), 0.1, 0.9) for each in models]
-    for step, action in enumerate(schedule):
-        for each, optimizer in zip(models, optimizers, strict=True):
-            if action == "s":
-                optimizer.step()
-            elif action == "z":
-                optimizer.zero_grad()
-            else:
-                is_quiet = action == "n" and each is model
-                with each.no_sync() if is_quiet else nullcontext():
-                    _loss(each, step).backward()
+    for action in "bszbbsznnbsznzbs":
+        if action == "s":
+            both.step()
+        elif action == "z":
+            both.zero_grad()
+        else:
+            with both.no_sync(action == "n"):
+                both.backward_of(_loss)
         if action != "n":
-            _check(model, reference)
-
-
-SCHEDULE = "bszbbsznnbsznzbs"
+            both.check()
+    assert_idle(both.model)
 
 
 @pytest.mark.each_value
 @varied(
     units=[{Block}, ()],
-    transport=["default", "c10d"],
+    transport=[OWN, "c10d"],
     prefetch=[BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None],
 )
 @distributed(world_size=(2, 3))
@@ -121,13 +84,10 @@ def test_penalty_on_weights(
     units: Any, transport: str, prefetch: BackwardPrefetch | None
 ) -> None:
     """Loss, gradients and parameters are the unsharded model's, in fp64."""
-    with over("c10d") if transport == "c10d" else nullcontext():
-        reference, model = _both(
-            units=units, backward_prefetch=prefetch, forward_prefetch=bool(prefetch)
-        )
-        assert_same("loss", _loss(model), _loss(reference), 1e-12)
-        _train(reference, model, SCHEDULE)
-        assert_idle(model)
+    with over(transport):
+        both = _make(units, backward_prefetch=prefetch, forward_prefetch=bool(prefetch))
+        _train(both)
+        del both
 
 
 @pytest.mark.each_value
@@ -136,25 +96,24 @@ def test_penalty_on_weights(
 def test_hybrid_and_offload(strategy: str, offloads: bool) -> None:
     """Only the second one is whole after forward."""
     with hybrid_groups(2, 2) as groups:
-        reference, model = _both(
-            strategy=strategy,
-            process_group=groups,
-            cpu_offload=CPUOffload(offloads),
+        both = _make(
+            strategy=strategy, process_group=groups, cpu_offload=CPUOffload(offloads)
         )
-        loss = model(_batch()).sum()
-        assert (_shapes(model) == _shapes(reference)) == (strategy in KEEPING)
+        loss = both.model(_batch()).sum()
+        is_whole = _shapes(both.model) == _shapes(both.reference)
+        assert is_whole == (strategy in KEEPING)
         loss.backward()
-        model.zero_grad()
+        both.zero_grad()
         if strategy in KEEPING:
-            _train(reference, model, SCHEDULE)
-        assert_idle(model)
+            _train(both)
+        assert_idle(both.model)
+        del both, loss
 
 
 @distributed(world_size=2)
 def test_offload() -> None:
     """Penalty and step, with shards in host memory."""
-    reference, model = _both(cpu_offload=CPUOffload(True))
-    _train(reference.cpu() if TEST_DEVICE == "cpu" else reference, model, SCHEDULE)
+    _train(_make(cpu_offload=CPUOffload(True)))
 
 
 @pytest.mark.cpu_only("on accelerators fsdp_c aligns parameters in a flat one")
@@ -173,11 +132,17 @@ def test_same_as_torch() -> None:
                 use_orig_params=True,
                 device_id=torch.device("cpu"),
             )
-            out = model(_batch().float()).float().square().mean()
+            x = torch.randn(4, DIM, generator=seeded(0))
+            out = model(x).float().square().mean()
             params = [(p.shape, p.dtype) for p in model.parameters()]
             loss = out + _penalty(model).float()
             loss.backward()
-            seen.append((params, loss.detach(), _grads(model), _shapes(model)))
+            grads = {
+                clean_name(name): param.grad.clone()
+                for name, param in model.named_parameters()
+                if param.grad is not None
+            }
+            seen.append((params, loss.detach(), grads, _shapes(model)))
         mine, expected = seen
         tolerance = 1e-5 if mixed is None else 2e-2
         assert mine[0] == expected[0]
@@ -191,13 +156,11 @@ def test_same_as_torch() -> None:
 # What is shown ----------------------------------------------------------------
 
 
-@varied(
-    strategy=["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"], use_orig_params=[True, False]
-)
+@varied(strategy=STRATEGIES, api=["FSDP", "FSDP flat"])
 @distributed(world_size=2)
-def test_what_is_shown(strategy: str, use_orig_params: bool) -> None:
+def test_what_is_shown(strategy: str, api: str) -> None:
     """Whole from the end of a forward that records to the unit's backward."""
-    _, model = _both(strategy=strategy, use_orig_params=use_orig_params)
+    model = _make(api=api, strategy=strategy).model
     root, block = model.module, model.module.blocks[1].module
     weights = {"root": lambda: root.out.weight, "block": lambda: block.fc1.weight}
     whole = {"root": (3, DIM), "block": (10, DIM)}
@@ -235,7 +198,7 @@ def test_what_is_shown(strategy: str, use_orig_params: bool) -> None:
 def test_dtypes() -> None:
     """Compute dtype after forward, the parameters' own after backward; as torch."""
     mixed = MixedPrecision(param_dtype=torch.bfloat16)
-    _, model = _both(mixed_precision=mixed)
+    model = _make(mixed_precision=mixed).model
     for loss_scale in (1.0, 2.0):
         loss = model(_batch()).sum() * loss_scale
         assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
@@ -248,32 +211,42 @@ def test_dtypes() -> None:
 
 @varied(quiet=[True, False], first=["penalty", "loss"])
 @distributed(world_size=2)
-def test_two_backwards_over_earlier_gradients(quiet: bool, first: str) -> None:
+def test_two_backwards_over_earlier_gradients(
+    quiet: bool, first: str, world_size: int
+) -> None:
     """The first gradient of a backward may be one that no unit's output announces."""
-    reference, model = _both()
+    both = _make()
+
+    def loss_after_penalty(model: nn.Module, x: Tensor) -> Tensor:
+        loss: Tensor = model(x).square().mean()
+        num_calls = 1 if model is both.model else world_size
+        (_penalty(model) / num_calls).backward()
+        return loss
+
+    def loss_alone(model: nn.Module, x: Tensor) -> Tensor:
+        loss: Tensor = model(x).square().mean()
+        return loss
+
     for step in range(3):
-        for each in (reference, model):
-            with model.no_sync() if quiet and step < 2 else nullcontext():
-                loss = each(_batch(step)).square().mean()
-                if first == "loss":
-                    loss.backward(retain_graph=True)
-                    continue
-                _penalty(each).backward()
-                loss.backward()
-    _check(model, reference)
-    assert_idle(model)
+        with both.no_sync(quiet and step < 2):
+            both.backward_of(loss_alone if first == "loss" else loss_after_penalty)
+    both.check()
+    assert_idle(both.model)
 
 
 @distributed(world_size=2)
 def test_zero_grad_between() -> None:
     """Many loops call it there."""
-    reference, model = _both()
-    for step in range(3):
-        for each in (reference, model):
-            loss = _loss(each, step)
-            each.zero_grad()
-            loss.backward()
-        _check(model, reference)
+    both = _make()
+
+    def loss_and_clear(model: nn.Module, x: Tensor) -> Tensor:
+        loss = _loss(model, x)
+        model.zero_grad()
+        return loss
+
+    for _ in range(3):
+        both.backward_of(loss_and_clear)
+        both.check()
 
 
 # What needs shards there -------------------------------------------------------
@@ -340,46 +313,54 @@ BETWEEN: dict[str, tuple[Callable[[Any], None], Callable[[Any], None]]] = {
 }
 
 
+def _act(both: Differential, what: str) -> None:
+    for model, act in zip((both.model, both.reference), BETWEEN[what], strict=True):
+        act(model)
+    both.reference_params = dict(both.reference.named_parameters())
+
+
 @varied(what=list(BETWEEN), units=[{Block}, ()])
 @distributed(world_size=2)
 def test_after_a_forward_whose_loss_is_dropped(what: str, units: Any) -> None:
     """What steps, saves or writes there works on the shards, and nothing is lost."""
-    reference, model = _both(units=units)
-    for each, act in zip((model, reference), BETWEEN[what], strict=True):
-        _loss(each).backward()
-        _loss(each, 1)
-        act(each)
-        each.zero_grad()
-        _loss(each, 2).backward()
-    _check(model, reference)
-    assert_idle(model)
+    both = _make(units)
+    both.backward_of(_loss)
+    _loss(both.model, _batch())
+    _act(both, what)
+    for model in (both.model, both.reference):
+        model.zero_grad()
+    both.backward_of(_loss)
+    both.check()
+    assert_idle(both.model)
 
 
 @varied(what=["save", "clip"])
 @distributed(world_size=2)
-def test_backward_after_looking(what: str) -> None:
+def test_backward_after_looking(rank: int, what: str) -> None:
     """A loss that has whole parameters in it is as good as before."""
-    reference, model = _both()
-    for each, act in zip((model, reference), BETWEEN[what], strict=True):
-        _loss(each).backward()
-        loss = _loss(each, 1)
-        act(each)
-        loss.backward()
-    _check(model, reference)
+    both = _make()
+    both.backward_of(_loss)
+    batches = both.batches()
+    losses = [_loss(both.reference, *batch) for batch in batches]
+    mine = _loss(both.model, *batches[rank])
+    _act(both, what)
+    torch.stack(losses).mean().backward()
+    mine.backward()
+    both.check()
 
 
 @distributed(world_size=2)
 def test_a_write_before_backward_is_kept() -> None:
     """In place, to a bias, which no graph has: backward may go on, and it stays."""
-    reference, model = _both()
-    for each in (reference, model):
-        loss = each(_batch()).square().mean()
+    both = _make()
+
+    def write() -> None:
         with torch.no_grad():
-            each.get_submodule("inp" if each is reference else "module.inp").bias.add_(
-                1
-            )
-        loss.backward()
-    _check(model, reference)
+            for module in (both.reference.get_submodule("inp"), both.model.module.inp):
+                module.bias.add_(1)
+
+    both.forward_backward(inside=write)
+    both.check()
 
 
 # What must raise ---------------------------------------------------------------
@@ -393,12 +374,11 @@ def _linears(model: Any) -> dict[str, nn.Linear]:
 @distributed(world_size=2)
 def test_replaced_before_backward(where: str, how: str) -> None:
     """FSDP1's error; and the next forward takes over what was put there."""
-    _, model = _both()
-    _loss(model).backward()
-    model.zero_grad()
+    both = _make()
+    both.train(1)
     for _ in range(2):
-        loss = _loss(model, 1)
-        linear = _linears(model)[where]
+        loss = _loss(both.model, _batch())
+        linear = _linears(both.model)[where]
         if how == "data":
             linear.weight.data = linear.weight.clone()
         else:
@@ -407,21 +387,21 @@ def test_replaced_before_backward(where: str, how: str) -> None:
             loss.backward()
         name = "blocks.1" if where == "block" else "MLP"
         assert re.search(f"of unit '{name}' was replaced", str(caught.value))
-        reference, _ = _both()
-        for each in (reference, model):
-            each.zero_grad()
-            _loss(each, 2).backward()
-        _check(model, reference)
-        model.zero_grad()
+        for _ in range(2):
+            for model in (both.reference, both.model):
+                model.zero_grad()
+            both.backward_of(_loss)
+            both.check()
 
 
 @distributed(world_size=2)
 def test_replaced_with_full_shard_is_taken_over() -> None:
     """There the shards show, and a write to them is a write."""
-    reference, model = _both(strategy="FULL_SHARD")
-    weight = _linears(model)["block"].weight
-    loss = model(_batch()).square().mean()
-    weight.data = weight.detach().clone()
-    loss.backward()
-    reference(_batch()).square().mean().backward()
-    _check(model, reference)
+    both = _make(strategy="FULL_SHARD")
+    weight = _linears(both.model)["block"].weight
+
+    def replace() -> None:
+        weight.data = weight.detach().clone()
+
+    both.forward_backward(inside=replace)
+    both.check()

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_c
-from fsdp_c import MixedPrecisionPolicy, fully_shard
+from fsdp_c import MixedPrecisionPolicy
 from helpers.distributed import distributed
-from helpers.impl import FSDP, MixedPrecision, fsdp
+from helpers.impl import FSDP, MixedPrecision
+from helpers.rows import APIS, shard_by
 from helpers.seeds import seeded
 
 pytestmark = pytest.mark.cpu_only("an accelerator's ranks have no shared memory")
@@ -42,20 +43,11 @@ class _Layer(nn.Module):
 
 def _make(api: str, group: dist.ProcessGroup, **options: Any) -> Any:
     torch.manual_seed(0)
-    model = nn.Sequential(_Layer(), _Layer())
     if api == "fully_shard":
-        mesh = DeviceMesh.from_group(group, "cpu")
-        for layer in model:
-            fully_shard(layer, mesh=mesh, **options)
-        fully_shard(model, mesh=mesh, **options)
-        return model
-    return fsdp(
-        model,
-        units={_Layer},
-        use_orig_params=api == "orig",
-        process_group=group,
-        **options,
-    )
+        options["mesh"] = DeviceMesh.from_group(group, "cpu")
+    else:
+        options["process_group"] = group
+    return shard_by(api, nn.Sequential(_Layer(), _Layer()), {_Layer}, **options)
 
 
 def _layers(model: nn.Module) -> list[_Layer]:
@@ -152,7 +144,7 @@ def _compare(api: str, train: Train, monkeypatch: Any, **options: Any) -> None:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("train", TRAINS)
-@pytest.mark.parametrize("api", ["orig", "flat", "fully_shard"])
+@pytest.mark.parametrize("api", APIS)
 @distributed(world_size=2)
 def test_gradients(api: str, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     """However they accumulate, and whichever parameters were used."""
@@ -160,7 +152,7 @@ def test_gradients(api: str, train: Train, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("api", ["orig", "fully_shard"])
+@pytest.mark.parametrize("api", ["FSDP", "fully_shard"])
 @distributed(world_size=2)
 def test_mixed_precision(
     api: str, reduce_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -176,7 +168,7 @@ def test_mixed_precision(
         _compare(api, _twice, monkeypatch, mixed_precision=MixedPrecision(**dtypes))
 
 
-@pytest.mark.parametrize("api", ["orig", "fully_shard"])
+@pytest.mark.parametrize("api", ["FSDP", "fully_shard"])
 @distributed(world_size=(2, 3))
 def test_optimizer_in_backward(api: str) -> None:
     """Each unit is stepped with its gradient alone, as after the backward."""

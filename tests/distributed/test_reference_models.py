@@ -16,9 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from helpers.distributed import distributed
 from helpers.models import DIM
 from helpers.reference import Differential
-from helpers.rows import Rows, in_either_api
+from helpers.rows import APIS, in_either_api
 
-APIS = ("FSDP", "FSDP flat", "fully_shard")
 Loss = Callable[[Any, Tensor], Tensor]
 
 
@@ -71,20 +70,6 @@ def _with_adapters(
     """Adapters are in the units of frozen weights, but for flat parameters."""
     units = {_Layer, _Adapter} if api == "FSDP flat" else {_Layer}
     return in_either_api(api, lambda: _Net(reentrant), units, strategy=strategy)
-
-
-def _train(both: Differential, loss: Loss, num_steps: int = 3) -> None:
-    """Compare all gradients, which must not all be zeros, and parameters."""
-    for _ in range(num_steps):
-        batches = both.batches()
-        both.zero_grad()
-        losses = [loss(both.reference, *batch) for batch in batches]
-        torch.stack(losses).mean().backward()
-        mine = loss(both.model, *batches[both.rank])
-        both.check_loss(mine, losses[both.rank].detach())
-        mine.backward()
-        assert any(p.grad is not None for p in both.reference.parameters())
-        both.checked_step()
 
 
 def _layers(model: nn.Module) -> list[_Layer]:
@@ -150,7 +135,7 @@ LOSSES = {
 @distributed(world_size=(1, 2))
 def test_adapters_are_disabled(api: str, strategy: str, loss: str) -> None:
     """For a forward without gradients, between a forward and its backward."""
-    _train(_with_adapters(api, strategy), LOSSES[loss])
+    _with_adapters(api, strategy).train_on(LOSSES[loss])
 
 
 @pytest.mark.each_value
@@ -162,25 +147,7 @@ def test_adapters_are_disabled_with_checkpointing(
     api: str, reentrant: bool, loss: str
 ) -> None:
     """Backward runs the layers again."""
-    _train(_with_adapters(api, reentrant=reentrant), LOSSES[loss])
-
-
-def _accumulate(both: Differential, *, no_sync: bool) -> None:
-    """Run three micro batches, each with a reference forward."""
-    model = both.model
-    for index in range(3):
-        batches = both.batches()
-        losses = [_policy_first(both.reference, *batch) for batch in batches]
-        torch.stack(losses).mean().backward()
-        is_synced = not no_sync or index == 2
-        if isinstance(both, Rows):
-            model.set_requires_gradient_sync(is_synced)
-            _policy_first(model, *batches[both.rank]).backward()
-        elif is_synced:
-            _policy_first(model, *batches[both.rank]).backward()
-        else:
-            with model.no_sync():
-                _policy_first(model, *batches[both.rank]).backward()
+    _with_adapters(api, reentrant=reentrant).train_on(LOSSES[loss])
 
 
 @pytest.mark.parametrize("api", APIS)
@@ -190,7 +157,9 @@ def test_adapters_are_disabled_in_micro_batches(api: str, no_sync: bool) -> None
     both = _with_adapters(api)
     for _ in range(2):
         both.zero_grad()
-        _accumulate(both, no_sync=no_sync)
+        for index in range(3):
+            with both.no_sync(no_sync and index < 2):
+                both.backward_of(_policy_first)
         both.checked_step()
 
 
@@ -240,7 +209,7 @@ def _switched_to_stay(model: nn.Module, x: Tensor) -> Tensor:
 @distributed(world_size=2)
 def test_adapters_are_switched(api: str, loss: Loss) -> None:
     """Within a step."""
-    _train(_with_adapters(api), loss)
+    _with_adapters(api).train_on(loss)
 
 
 # Whole units that are frozen for a forward --------------------------------------
@@ -319,4 +288,5 @@ FREEZES = {
 @pytest.mark.parametrize("loss", list(FREEZES))
 @distributed(world_size=2)
 def test_units_are_frozen_between_forwards(api: str, strategy: str, loss: str) -> None:
-    _train(in_either_api(api, _Pair, {_Part}, strategy=strategy), FREEZES[loss])
+    both = in_either_api(api, _Pair, {_Part}, strategy=strategy)
+    both.train_on(FREEZES[loss])

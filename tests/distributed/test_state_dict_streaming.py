@@ -64,6 +64,7 @@ def _wrap(module: nn.Module, **kwargs: Any) -> Any:
     return fsdp(module, units={_Block, _SubBlock}, **kwargs)
 
 
+@pytest.mark.trap(26)
 @pytest.mark.parametrize("rank0_only", [True, False])
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=(2, 3))

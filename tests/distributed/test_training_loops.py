@@ -1,6 +1,7 @@
 """Loops that are not forward, backward, step: and that still equal the reference."""
 
 import contextlib
+import re
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from helpers.distributed import STRATEGIES, distributed, every_strategy, varied
 from helpers.impl import FSDP, assert_idle, memory_stats
 from helpers.models import DIM, MLP, Block, loss_of
 from helpers.reference import Differential, assert_same, with_model
+from helpers.rows import APIS, in_either_api
 from helpers.seeds import seeded
 
 RANKS = (2, 3, 4)
@@ -404,15 +406,17 @@ class _Fails(nn.Module):
 
 
 @pytest.mark.each_value
-@every_strategy
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("where", ["forward", "backward", "inner_forward"])
 @distributed(world_size=(2, 3))
-@with_model(_Fails, {Block})
 def test_training_goes_on_after_an_exception(
-    differential: Differential, rank: int, where: str
+    api: str, strategy: str, where: str
 ) -> None:
     """The user's exception comes out as it is; the next steps are right."""
-    model = differential.model
+    both = in_either_api(api, _Fails, {Block}, strategy=strategy)
+    net = next(module for module in both.model.modules() if isinstance(module, _Fails))
+    (inner,) = (m for name, m in net.named_modules() if re.search(r"1\..*fc1$", name))
 
     def fail(*_: Any) -> None:
         msg = "forward fault"
@@ -420,20 +424,18 @@ def test_training_goes_on_after_an_exception(
 
     for num_faults in (1, 2):
         for _ in range(num_faults):
-            (batch,) = differential.batches()[rank]
-            handle = None
+            net.fault = where
+            handles = []
             if where == "inner_forward":
-                inner = model.blocks[1].fc1
-                handle = inner.register_forward_pre_hook(fail)
-            else:
-                model.module.fault = where
+                handles.append(inner.register_forward_pre_hook(fail))
             with pytest.raises(_PlannedError, match="fault"):
-                loss_of(model(batch)).backward()
-            model.module.fault = ""
-            if handle is not None:
+                loss_of(both.model(*both.batches()[both.rank])).backward()
+            net.fault = ""
+            for handle in handles:
                 handle.remove()
-        differential.zero_grad()
-        differential.train(2)
+        both.zero_grad()
+        both.train(2)
+        assert_idle(both.model)
 
 
 @varied(use_orig_params=[True, False])

@@ -15,23 +15,9 @@ from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
 
 from helpers.distributed import distributed
 from helpers.models import MLP, Block
-from helpers.reference import Differential
-from helpers.rows import in_either_api
+from helpers.rows import APIS, in_either_api
 
-APIS = ("FSDP", "FSDP flat", "fully_shard")
 Loss = Callable[[Any, Tensor], Tensor]
-
-
-def _train(both: Differential, loss: Loss, num_steps: int = 3) -> None:
-    for _ in range(num_steps):
-        batches = [batch[0].detach() for batch in both.batches()]
-        both.zero_grad()
-        losses = [loss(both.reference, batch) for batch in batches]
-        torch.stack(losses).mean().backward()
-        mine = loss(both.model, batches[both.rank])
-        both.check_loss(mine, losses[both.rank].detach())
-        mine.backward()
-        both.checked_step()
 
 
 def _jvp(model: Any, x: Tensor) -> Tensor:
@@ -104,7 +90,7 @@ LOSSES = {
 @pytest.mark.parametrize("api", APIS)
 @distributed(world_size=2)
 def test_functions_of_inputs(api: str, strategy: str, loss: str) -> None:
-    _train(in_either_api(api, MLP, {Block}, strategy=strategy), LOSSES[loss])
+    in_either_api(api, MLP, {Block}, strategy=strategy).train_on(LOSSES[loss])
 
 
 def _other_values(model: nn.Module, x: Tensor) -> Tensor:
@@ -126,11 +112,11 @@ def _grad_of_params(model: nn.Module, x: Tensor) -> Tensor:
 def test_functions_of_parameters_are_refused(api: str, loss: Loss) -> None:
     """The module would compute with the values in its shards. It trains on."""
     both = in_either_api(api, MLP, {Block})
-    _train(both, _jvp, 1)
+    both.train_on(_jvp, 1)
     message = r"is a tensor and no parameter now.*functional_call.*torch\.func\.jvp"
     with pytest.raises(RuntimeError, match=message):
         loss(both.model, *both.batches()[both.rank])
-    _train(both, _jvp, 1)
+    both.train_on(_jvp, 1)
 
 
 def _doubled(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -153,7 +139,7 @@ def test_functional_call_with_other_parameters(api: str) -> None:
                 for model in (both.model, both.reference)
             )
         torch.testing.assert_close(own, expected)
-        _train(both, _jvp, 1)
+        both.train_on(_jvp, 1)
 
 
 @distributed(world_size=2)
@@ -186,14 +172,14 @@ def test_backward_with_other_values_is_refused(api: str, is_last: bool) -> None:
     FSDP keeps what was given until the next forward.
     """
     both = in_either_api(api, MLP, {Block})
-    _train(both, _jvp, 1)
+    both.train_on(_jvp, 1)
     inputs = both.batches()[both.rank]
     loss = functional_call(both.model, _doubled(both.model), inputs).sum()
     if not is_last:
         loss = loss + both.model(*inputs).sum()
     with pytest.raises(AssertionError, match=r"was replaced after.*functional_call"):
         loss.backward()
-    _train(both, _jvp, 1)
+    both.train_on(_jvp, 1)
 
 
 def _grad_of_sharded(model: nn.Module, x: Tensor, **options: bool) -> None:
@@ -209,7 +195,7 @@ def test_autograd_grad_of_sharded_parameters(option: dict[str, bool]) -> None:
     inputs = both.batches()[both.rank]
     with pytest.raises(RuntimeError, match=r"Call loss\.backward\(inputs=\[\.\.\.\]\)"):
         _grad_of_sharded(both.model, *inputs, **option)
-    _train(both, _jvp, 1)
+    both.train_on(_jvp, 1)
     x = inputs[0].detach().requires_grad_()
     params = list(both.model.parameters())
     grads = torch.autograd.grad(x.square().sum(), [x, *params], allow_unused=True)
@@ -262,14 +248,14 @@ def test_a_norm_of_sharded_parameters(is_first: bool, names: list[str] | None) -
 def test_a_norm_that_adds_to_a_gradient_of_the_user() -> None:
     """The unit has a copy by then: an error. It trains on."""
     both = in_either_api("fully_shard", MLP, {Block})
-    _train(both, _jvp, 1)
+    both.train_on(_jvp, 1)
     for param in both.model.parameters():
         param.grad = torch.ones_like(param)
     norm = _norm(both.model)
     loss = both.model(*both.batches()[both.rank]).square().mean()
     with pytest.raises(RuntimeError, match=r"unit 'blocks.1'.*was added to after"):
         (loss + norm.full_tensor()).backward()
-    _train(both, _jvp, 1)
+    both.train_on(_jvp, 1)
 
 
 @pytest.mark.each_value

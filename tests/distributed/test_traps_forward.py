@@ -12,17 +12,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
-from helpers.distributed import distributed, every_strategy, varied
-from helpers.impl import FSDP, FullStateDictConfig, StateDictType, fsdp
+from helpers.distributed import distributed, every_strategy
+from helpers.impl import FSDP, fsdp
 from helpers.models import CASES, DIM, MLP, Block, vectors
 from helpers.reference import (
     Differential,
-    assert_same,
     assert_same_tensors,
     clean_name,
     full_state_dict,
     with_model,
 )
+from helpers.rows import APIS, in_either_api
 
 
 class _Recurrent(nn.Module):
@@ -53,13 +53,17 @@ class _RecurrentNet(nn.Module):
 
 
 @pytest.mark.trap(4)
-@varied(use_orig_params=[True, False], strategy=["FULL_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @distributed(world_size=(2, 3))
-@with_model(_RecurrentNet, {_Recurrent})
-def test_packed_sequences(differential: Differential, rank: int) -> None:
-    """Backward starts from the tensor inside a PackedSequence."""
-    differential.train(2)
-    assert type(differential.model(*differential.batches()[rank])) is PackedSequence
+def test_packed_sequences(api: str, strategy: str, rank: int) -> None:
+    """Backward starts from the tensor inside a PackedSequence.
+
+    The module has lists of its parameters.
+    """
+    both = in_either_api(api, _RecurrentNet, {_Recurrent}, strategy=strategy)
+    both.train(2)
+    assert type(both.model(*both.batches()[rank])) is PackedSequence
 
 
 @pytest.mark.trap(6)
@@ -210,21 +214,3 @@ def test_nothing_warns() -> None:
         differential.model.load_state_dict(state)
         with FSDP.summon_full_params(differential.model):
             pass
-
-
-@pytest.mark.trap(26)
-@distributed(world_size=(2, 3))
-@with_model("uneven", use_orig_params=False)
-def test_rank0_only_state_dict_is_whole(differential: Differential, rank: int) -> None:
-    """Rank 0's dict has the values that other ranks hold; theirs are empty."""
-    differential.train(1)
-    config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
-    with FSDP.state_dict_type(
-        differential.model, StateDictType.FULL_STATE_DICT, config
-    ):
-        state = differential.model.state_dict()
-    assert bool(state) == (rank == 0)
-    for name, tensor in state.items():
-        expected = differential.reference.state_dict()[name]
-        assert_same(name, tensor, expected, differential.tolerance)
-    differential.train(1)

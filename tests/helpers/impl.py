@@ -16,6 +16,7 @@ from fsdp_c import (
     StateDictType,
     memory_stats,
 )
+from fsdp_c._fully_shard.group import groups_in
 
 __all__ = [
     "FSDP",
@@ -51,8 +52,10 @@ def fsdp(
 
 
 def unit_states(model: nn.Module) -> set[str]:
-    """Return the states of all units."""
-    return {each._sharded.unit.state for each in FSDP.fsdp_modules(model)}
+    """Return the states of all units, of either API."""
+    units = [each._sharded.unit for each in FSDP.fsdp_modules(model)]
+    units += [group.unit for group in groups_in(model)]
+    return {unit.state for unit in units if unit is not None}
 
 
 def assert_idle(model: nn.Module) -> None:

@@ -318,7 +318,6 @@ class Differential:
         use_orig_params: bool,
         **kwargs: Any,
     ) -> "Differential":
-        """Build both models of ``case``."""
         return cls(
             case.build, wrap, case.inputs, use_orig_params=use_orig_params, **kwargs
         )
@@ -362,7 +361,6 @@ class Differential:
         return cls.of_units(case.build, case.unit_classes, case.inputs, **kwargs)
 
     def batches(self) -> list[Inputs]:
-        """Return the next batch of every rank."""
         self.num_batches += 1
         return [
             self.inputs(generator("batch", self.num_batches, rank))
@@ -399,7 +397,6 @@ class Differential:
         return mean_loss, loss
 
     def check_loss(self, loss: Tensor, expected: Tensor) -> None:
-        """Compare a loss of this rank."""
         assert_same("loss", loss.detach(), expected, self.tolerance)
 
     def forward_backward(
@@ -421,12 +418,37 @@ class Differential:
             assert param.grad is not None
             param.grad *= factor
 
+    @contextlib.contextmanager
+    def no_sync(
+        self, is_quiet: bool = True, *, sharded: bool = False
+    ) -> Iterator[None]:
+        """Let backwards reduce nothing, if ``is_quiet``, or keep sharded sums."""
+        options = {"sharded": True} if sharded else {}
+        with self.model.no_sync(**options) if is_quiet else contextlib.nullcontext():
+            yield
+
     def accumulate(self, num_micro_batches: int, *, no_sync: bool) -> None:
         """Run micro batches; only the last one synchronises under ``no_sync``."""
         for index in range(num_micro_batches):
-            keeps = no_sync and index < num_micro_batches - 1
-            with self.model.no_sync() if keeps else contextlib.nullcontext():
+            with self.no_sync(no_sync and index < num_micro_batches - 1):
                 self.forward_backward()
+
+    def backward_of(self, loss: Callable[..., Tensor]) -> None:
+        """Run backwards of ``loss(model, *batch)``; compare this rank's loss."""
+        batches = self.batches()
+        losses = [loss(self.reference, *batch) for batch in batches]
+        torch.stack(losses).mean().backward()
+        mine = loss(self.model, *batches[self.rank])
+        self.check_loss(mine, losses[self.rank].detach())
+        mine.backward()
+
+    def train_on(self, loss: Callable[..., Tensor], num_steps: int = 3) -> None:
+        """Do as ``train()``, with a loss as in ``backward_of()``."""
+        for _ in range(num_steps):
+            self.zero_grad()
+            self.backward_of(loss)
+            assert any(p.grad is not None for p in self.reference.parameters())
+            self.checked_step()
 
     def gather(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the sharded model's whole parameters and gradients."""
@@ -436,7 +458,6 @@ class Differential:
         return gather_flat(self.model, self.first_names)
 
     def check(self) -> None:
-        """Compare every parameter and every gradient."""
         params, grads = self.gather()
         expected = {n: p.detach() for n, p in self.reference_params.items()}
         assert_same_tensors("parameter", params, expected, self.tolerance)
@@ -458,7 +479,6 @@ class Differential:
         assert len(set(norms)) == 1, f"the ranks' norms differ: {norms}"
 
     def step(self) -> None:
-        """Step both optimizers."""
         self.reference_optimizer.step()
         self.optimizer.step()
 
@@ -469,7 +489,6 @@ class Differential:
         self.check()
 
     def zero_grad(self, *, set_to_none: bool = True) -> None:
-        """Clear both models' gradients."""
         self.reference_optimizer.zero_grad(set_to_none=set_to_none)
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
@@ -491,7 +510,7 @@ class Differential:
             if action in "zZ":
                 self.zero_grad(set_to_none=action == "z")
             elif action in "np":
-                with self.model.no_sync(**({"sharded": True} if action == "p" else {})):
+                with self.no_sync(sharded=action == "p"):
                     self.forward_backward()
             else:
                 {

@@ -1,6 +1,7 @@
 """The reference of helpers.reference beside a model under ``fully_shard``."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdp_c import FSDPModule, fully_shard
 from fsdp_c._units import apart
+from helpers.impl import fsdp
 from helpers.models import CASES, Inputs, vectors
 from helpers.reference import (
     Differential,
@@ -99,7 +101,6 @@ class Rows(Differential):
         tolerance: float | None = TOLERANCE,
         **options: Any,
     ) -> None:
-        """Build both models."""
         super().__init__(
             lambda: build().double(),
             shard,
@@ -141,12 +142,23 @@ class Rows(Differential):
         whole_grads |= zip(grads, wholes[len(named) :], strict=True)
         return params, whole_grads
 
-    def accumulate(self, num_micro_batches: int, *, no_sync: bool) -> None:
-        """Run micro batches; only the last one synchronises under ``no_sync``."""
-        for index in range(num_micro_batches):
-            is_last = index == num_micro_batches - 1
-            self.model.set_requires_gradient_sync(is_last or not no_sync)
-            self.forward_backward()
+    def check(self) -> None:
+        """Compare also which gradients are None."""
+        super().check()
+        for name, param in self.sharded.items():
+            expected = self.reference_params[clean_name(name)].grad
+            assert (param.grad is None) == (expected is None), name
+
+    @contextlib.contextmanager
+    def no_sync(
+        self, is_quiet: bool = True, *, sharded: bool = False
+    ) -> Iterator[None]:
+        """Let backwards reduce nothing, if ``is_quiet``; sharded sums are FSDP1's."""
+        self.model.set_requires_gradient_sync(not is_quiet)
+        try:
+            yield
+        finally:
+            self.model.set_requires_gradient_sync(True)
 
     def accumulate_in_shards(self, num_micro_batches: int) -> None:
         """Run micro batches, of which only the last one all-reduces; check them."""
@@ -177,35 +189,64 @@ class Rows(Differential):
             module.reshard()
 
 
+APIS = ("FSDP", "FSDP flat", "fully_shard")
+
+
+def shard_by(
+    api: str,
+    module: nn.Module,
+    units: Iterable[type[nn.Module]],
+    *,
+    strategy: str | None = None,
+    keeps_root: bool = False,
+    **options: Any,
+) -> Any:
+    """Shard by "FSDP" (with original parameters), "FSDP flat" or "fully_shard".
+
+    ``fully_shard`` reshards where ``strategy`` is FULL_SHARD. With ``keeps_root`` the
+    root does not, so what autograd saved of its parameters is there in backward.
+    ``options`` go to the wrapper or to ``fully_shard``.
+    """
+    if api != "fully_shard":
+        return fsdp(
+            module,
+            units=units,
+            strategy=strategy,
+            use_orig_params=api == "FSDP",
+            **options,
+        )
+    is_default = strategy is None or (keeps_root and strategy == "FULL_SHARD")
+    reshards = None if is_default else strategy == "FULL_SHARD"
+    return shard_units(module, units, reshard_after_forward=reshards, **options)
+
+
 def in_either_api(
     api: str,
     build: Callable[[], nn.Module],
     units: Iterable[type[nn.Module]],
     make_batch: Callable[[torch.Generator], Inputs] = vectors,
     *,
-    strategy: str = "FULL_SHARD",
-    keeps_root: bool = False,
+    strategy: str | None = "FULL_SHARD",
+    optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = sgd,
+    shard: Callable[[nn.Module], Any] | None = None,
     kinds: tuple[type[Differential], type[Rows]] = (Differential, Rows),
+    **options: Any,
 ) -> Differential:
-    """Shard by "FSDP" (with original parameters), "FSDP flat" or "fully_shard".
+    """Return the model that ``shard_by()`` makes and the unsharded one, in fp64.
 
-    ``fully_shard`` reshards where ``strategy`` is FULL_SHARD. With ``keeps_root`` the
-    root does not, so what autograd saved of its parameters is there in backward.
-    ``kinds`` are the classes of either API.
+    ``shard`` makes it in its place. ``kinds`` are the classes of either API.
     """
-    if api == "fully_shard":
-        reshards = None if keeps_root else True
-        if strategy != "FULL_SHARD":
-            reshards = False
-        return kinds[1](
-            build,
-            lambda module: shard_units(module, units, reshard_after_forward=reshards),
-            make_batch,
+    if shard is None:
+        shard = functools.partial(
+            shard_by, api, units=units, strategy=strategy, **options
         )
-    return kinds[0].of_units(
+
+    if api == "fully_shard":
+        return kinds[1](build, shard, make_batch, optimizer=optimizer)
+    return kinds[0](
         lambda: build().double(),
-        units,
+        shard,
         lambda generator: as_double(make_batch(generator)),
         use_orig_params=api == "FSDP",
-        strategy=strategy,
+        optimizer=optimizer,
     )

@@ -29,7 +29,7 @@ FAULTS = (
         "resharded parameters still point at their block",
         "empty_storages",
         skip("detach(unit, *segment.unsharded);"),
-        "test_user_changes.py",
+        "test_kept_views.py",
     ),
     bridge_fault(
         "parameters stay whole after a summon",

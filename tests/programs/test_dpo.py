@@ -5,25 +5,23 @@ come between the policy's forward and its backward. Compared with the model that
 never sharded.
 """
 
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from helpers.distributed import TEST_DEVICE, distributed
-from helpers.impl import fsdp
 from helpers.models import VOCAB, Transformer, TransformerBlock
-from helpers.reference import assert_same
-from helpers.rows import shard_units
-from programs.unsharded import check_weights
+from helpers.rows import shard_by
+from programs.unsharded import train_beside
 
 pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
 
 BETA = 0.5
-NUM_STEPS = 4
 
 
 def _build() -> Any:
@@ -52,7 +50,7 @@ def _of_reference(model: Any, tokens: Tensor) -> Tensor:
         return _log_probs(model, tokens)
 
 
-def _loss(model: Any, step: int, rank: int, order: str) -> Tensor:
+def _loss(model: Any, step: int, rank: int, *, order: str) -> Tensor:
     margins = []
     for tokens in _tokens(step, rank):
         if order == "policy first":
@@ -64,33 +62,15 @@ def _loss(model: Any, step: int, rank: int, order: str) -> Tensor:
     return -F.logsigmoid(BETA * (margins[0] - margins[1])).mean()
 
 
-def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), 0.02)
-
-
 @pytest.mark.each_value
 @pytest.mark.parametrize("api", ["FSDP", "fully_shard"])
 @pytest.mark.parametrize("order", ["policy first", "reference first"])
 @distributed(world_size=2)
-def test_training(rank: int, api: str, order: str) -> None:
+def test_training(api: str, order: str) -> None:
     """Losses and weights; the adapters have learned, and nothing else has."""
     reference, model = _build(), _build()
     before = {n: p.detach().clone() for n, p in reference.named_parameters()}
-    if api == "FSDP":
-        model = fsdp(model, units={TransformerBlock}, use_orig_params=True)
-    else:
-        model = shard_units(model, {TransformerBlock})
-    optimizers = _optimizer(reference), _optimizer(model)
-    for step in range(NUM_STEPS):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        expected = [_loss(reference, step, r, order) for r in range(2)]
-        torch.stack(expected).mean().backward()
-        loss = _loss(model, step, rank, order)
-        assert_same("loss", loss.detach(), expected[rank].detach(), 1e-9)
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    check_weights(model, reference)
+    model = shard_by(api, model, {TransformerBlock})
+    train_beside(reference, model, partial(_loss, order=order))
     for name, param in reference.named_parameters():
         assert torch.equal(param, before[name]) != ("lora" in name), name

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from helpers.distributed import distributed
 from helpers.groups import groups_destroyed
 from helpers.impl import fsdp
-from programs.unsharded import check_weights, draw, mean_over_ranks
+from programs.unsharded import draw, train_beside
 
 
 def _build() -> nn.Module:
@@ -21,29 +21,20 @@ def _build() -> nn.Module:
 
 
 @distributed(world_size=(2, 4))
-def test_weights(rank: int) -> None:
+def test_weights() -> None:
     """The ranks of a host shard over each other."""
     with groups_destroyed():
-        _train(rank)
+        _train()
 
 
-def _train(rank: int) -> None:
+def _train() -> None:
     reference = _build()
     model = fsdp(
         _build(), strategy="HYBRID_SHARD", units={nn.Linear}, use_orig_params=True
     )
-    mine = torch.optim.AdamW(model.parameters(), lr=0.05)
-    expected = torch.optim.AdamW(reference.parameters(), lr=0.05)
 
     def loss(module: nn.Module, step: int, rank: int) -> Tensor:
         out: Tensor = module(draw(4, 8, seed=10 * step + rank))
         return out.square().mean()
 
-    for step in range(4):
-        for optimizer in (mine, expected):
-            optimizer.zero_grad()
-        loss(model, step, rank).backward()
-        mean_over_ranks(lambda r, step=step: loss(reference, step, r)).backward()
-        for optimizer in (mine, expected):
-            optimizer.step()
-    check_weights(model, reference)
+    train_beside(reference, model, loss, lr=0.05)

@@ -5,19 +5,17 @@ in the same forward as u; samples take one step. Compared with the model that wa
 sharded, and the data of all ranks.
 """
 
-from functools import partial
+import copy
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import jvp
 
-from fsdp_c import FSDP, fully_shard
-from helpers.distributed import TEST_DEVICE, distributed
-from helpers.reference import assert_same_tensors, clean_name
-from programs.unsharded import draw, mean_over_ranks
+from helpers.distributed import distributed
+from helpers.rows import shard_by
+from programs.unsharded import draw, train_beside
 
 DIM, WIDTH, BATCH = 6, 24, 8
 
@@ -76,32 +74,6 @@ def _sample(model: Any) -> Tensor:
         return noise - model(noise, zero, zero + 1)
 
 
-def _shard(model: nn.Module, api: str) -> Any:
-    if api == "fully_shard":
-        for module in model.modules():
-            if isinstance(module, _Layer):
-                fully_shard(module)
-        return fully_shard(model)
-    return FSDP(
-        model,
-        auto_wrap_policy=lambda module, recurse, **_: (
-            recurse or isinstance(module, _Layer)
-        ),
-        use_orig_params=api == "FSDP",
-        device_id=torch.device(TEST_DEVICE),
-    )
-
-
-def _whole(model: Any, api: str) -> dict[str, Tensor]:
-    if api == "fully_shard":
-        return {name: param.full_tensor() for name, param in model.named_parameters()}
-    with FSDP.summon_full_params(model, writeback=False):
-        return {
-            clean_name(name): param.detach().clone()
-            for name, param in model.named_parameters()
-        }
-
-
 @pytest.mark.parametrize(
     "api",
     ["FSDP", pytest.param("FSDP flat", marks=pytest.mark.only_full), "fully_shard"],
@@ -111,18 +83,6 @@ def test_meanflow(api: str) -> None:
     """Twelve steps of AdamW, and a sample of one step."""
     torch.manual_seed(0)
     reference = _Velocity().double()
-    torch.manual_seed(0)
-    model = _shard(_Velocity().double(), api)
-    optimizers = [
-        torch.optim.AdamW(each.parameters(), lr=3e-3) for each in (reference, model)
-    ]
-    for step in range(12):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        mean_over_ranks(partial(_loss, reference, step)).backward()
-        _loss(model, step, dist.get_rank()).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    expected = {name: p.detach() for name, p in reference.named_parameters()}
-    assert_same_tensors("parameter", _whole(model, api), expected, 1e-9)
+    model = shard_by(api, copy.deepcopy(reference), {_Layer})
+    train_beside(reference, model, _loss, num_steps=12, lr=3e-3)
     torch.testing.assert_close(_sample(model), _sample(reference))

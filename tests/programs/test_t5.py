@@ -17,7 +17,7 @@ from helpers.distributed import distributed
 from helpers.impl import FSDP, MixedPrecision, ShardingStrategy, fsdp
 from helpers.reference import gather_orig
 from helpers.seeds import seeded
-from programs.unsharded import check_weights, mean_over_ranks
+from programs.unsharded import train_beside
 
 DIM, VOCAB = 16, 24
 
@@ -117,22 +117,13 @@ def _loss(model: nn.Module, step: int, rank: int) -> Tensor:
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @distributed(world_size=3)
-def test_weights(rank: int, strategy: str) -> None:
+def test_weights(strategy: str) -> None:
     """In fp64."""
     reference = _build(torch.float64)
     model = fsdp(
         _build(torch.float64), strategy=strategy, units={_Block}, use_orig_params=True
     )
-    mine = torch.optim.AdamW(model.parameters(), lr=0.01)
-    expected = torch.optim.AdamW(reference.parameters(), lr=0.01)
-    for step in range(4):
-        for optimizer in (mine, expected):
-            optimizer.zero_grad()
-        _loss(model, step, rank).backward()
-        mean_over_ranks(lambda r, step=step: _loss(reference, step, r)).backward()
-        for optimizer in (mine, expected):
-            optimizer.step()
-    check_weights(model, reference)
+    train_beside(reference, model, _loss, lr=0.01)
 
 
 @distributed(world_size=3)

@@ -15,11 +15,11 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from helpers.distributed import distributed
-from helpers.impl import FSDP, fsdp
+from helpers.impl import FSDP
 from helpers.models import DIM, MLP, Block
 from helpers.reference import assert_same, clean_name
-from helpers.rows import shard_units
-from programs.unsharded import check_weights, draw
+from helpers.rows import APIS, in_either_api
+from programs.unsharded import draw
 
 pytestmark = pytest.mark.cpu_only("memory of a device is shared in another way")
 
@@ -85,41 +85,23 @@ def _send_whole(server: _Server, model: Any) -> None:
         server.ask({clean_name(n): p.detach() for n, p in model.named_parameters()})
 
 
-def _loss(model: nn.Module, step: int, rank: int) -> Tensor:
-    out: Tensor = model(draw(4, DIM, seed=10 * step + rank))
-    return (out - 1).square().mean()
-
-
 @pytest.mark.each_value
-@pytest.mark.parametrize("api", ["FSDP", "FSDP flat", "fully_shard"])
+@pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("sends", ["shards", "whole weights"])
 @distributed(world_size=(1, 2))
-def test_training(rank: int, world_size: int, api: str, sends: str) -> None:
+def test_training(api: str, sends: str) -> None:
     """Weights after each step, seen by the process, and in training."""
     server = _Server()
-    reference, model = _build(), _build()
-    if api == "fully_shard":
-        model = shard_units(model, {Block})
-    else:
-        model = fsdp(model, units={Block}, use_orig_params=api == "FSDP")
-    optimizers = [torch.optim.AdamW(m.parameters(), 0.02) for m in (reference, model)]
-
+    both = in_either_api(api, _build, {Block})
     for step in range(4):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        expected = [_loss(reference, step, each) for each in range(world_size)]
-        torch.stack(expected).mean().backward()
-        _loss(model, step, rank).backward()
-        for optimizer in optimizers:
-            optimizer.step()
+        both.train(1)
         if sends == "whole weights":
-            _check_outputs(server, model, reference, step)
+            _check_outputs(server, both.model, both.reference, step)
         else:
             if step == 1:
-                server.ask(_shards(model))
+                server.ask(_shards(both.model))
             if step >= 1:
-                _check_sums(server, model)
-    check_weights(model, reference)
+                _check_sums(server, both.model)
     server.end()
 
 
