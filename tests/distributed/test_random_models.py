@@ -8,7 +8,6 @@ The message of a failure holds the seed and the program. More cases:
 """
 
 import contextlib
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,6 +34,7 @@ from helpers.random_programs import (
     Node,
     Program,
     Step,
+    batches_of,
     draw_program,
     left_out,
     make_optimizer,
@@ -54,39 +54,19 @@ from helpers.tensor_parallel import (
     whole_value,
 )
 
-NUM_CASES = int(os.environ.get("FSDP_C_RANDOM_CASES", "24"))
-FIRST_CASE = int(os.environ.get("FSDP_C_RANDOM_FIRST", "0"))
-BATCH = 10
-"""Cases per test: starting one costs more than a case."""
-
-
-def _batches() -> Iterator[Any]:
-    """Yield (world size, cases): in tens, all of one world size."""
-    programs = {
-        case: draw_program(case) for case in range(FIRST_CASE, FIRST_CASE + NUM_CASES)
-    }
-    for world_size in WORLD_SIZES:
-        mine = [
-            case
-            for case, program in programs.items()
-            if program.world_size == world_size
-        ]
-        for begin in range(0, len(mine), BATCH):
-            batch = tuple(mine[begin : begin + BATCH])
-            yield pytest.param(world_size, batch, id=f"{world_size}-{batch[0]}")
+BATCHES = batches_of(
+    lambda case: draw_program(case).world_size, num_short=24, num_full=24, size=10
+)
 
 
 class ParallelDifferential(Differential):
     """Beside tensor parallelism: whole values are summoned."""
 
     def gather(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return whole parameters and gradients."""
         return gather_summoned(self.model)
 
 
 class _Run:
-    """One program, on both models."""
-
     def __init__(self, program: Program, groups: Any) -> None:
         self.program = program
         num_tp = program.num_tp
@@ -110,19 +90,16 @@ class _Run:
         self.differential.rank = dist.get_rank() // (num_tp or 1)
 
     def parallelized(self, module: nn.Module) -> nn.Module:
-        """Return the module with parameters cut over the tensor parallel ranks."""
         if self.program.num_tp is not None:
             assert self.tp is not None
             parallelize_nodes(module, self.tp)
         return module
 
     def inputs(self, generator: torch.Generator) -> Inputs:
-        """Return a batch."""
         x = torch.randn(3, self.program.dim, generator=generator, dtype=DTYPE)
         return (x.requires_grad_(self.program.input_requires_grad),)
 
     def run(self) -> None:
-        """Run all steps."""
         for step in self.program.steps:
             with self.toggled(step):
                 self.step(step)
@@ -130,7 +107,6 @@ class _Run:
                 self.happen(event)
 
     def step(self, step: Step) -> None:
-        """Run one step."""
         differential = self.differential
         differential.zero_grad(set_to_none=step.set_to_none)
         for index in range(step.num_micro_batches):
@@ -177,7 +153,6 @@ class _Run:
                 param.requires_grad_(value)
 
     def happen(self, event: str) -> None:
-        """Let ``event`` happen; gradients stay."""
         differential = self.differential
         if event == "evaluate":
             differential.evaluate()
@@ -283,7 +258,6 @@ class _Run:
 
 
 def _run_cases(rank: int, world_size: int, cases: tuple[int, ...]) -> None:
-    """Run ``cases`` on this rank."""
     with contextlib.ExitStack() as stack:
         meshes: dict[tuple[int, int], Any] = {}
         for case in cases:
@@ -300,7 +274,7 @@ def _run_cases(rank: int, world_size: int, cases: tuple[int, ...]) -> None:
                 raise AssertionError(msg) from error
 
 
-@pytest.mark.parametrize(("world_size", "cases"), list(_batches()))
+@pytest.mark.parametrize(("world_size", "cases"), BATCHES)
 def test_random_models(world_size: int, cases: tuple[int, ...]) -> None:
     """Losses, gradients, norms, parameters and state dicts."""
     run_task(_run_cases, world_size, {"cases": cases}, timeout_s=12.0 * len(cases))

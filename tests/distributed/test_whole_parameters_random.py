@@ -3,7 +3,6 @@
 FSDP_C_RANDOM_FIRST=123 FSDP_C_RANDOM_CASES=1 pytest ...         # one of them
 """
 
-import os
 import random
 from typing import Any
 
@@ -16,13 +15,9 @@ from helpers.distributed import TEST_DEVICE, run_task
 from helpers.groups import groups_destroyed
 from helpers.impl import FSDP, ShardingStrategy, StateDictType
 from helpers.matrix_optimizers import ANY_SHAPE, muon
+from helpers.random_programs import batches_of
 from helpers.whole_runs import Run, assert_states, copy_values, plain_states
 
-FIRST_CASE = int(os.environ.get("FSDP_C_RANDOM_FIRST", "0"))
-NUM_SHORT_CASES = 9
-NUM_CASES = int(os.environ.get("FSDP_C_RANDOM_CASES", NUM_SHORT_CASES))
-NUM_FULL_CASES = 200
-BATCH = 10
 MAKERS = {**ANY_SHAPE, "muon": muon}
 
 
@@ -104,32 +99,10 @@ def run_case(rank: int, world_size: int, seed: int) -> None:
             raise AssertionError(f"case {seed}: {words}, {world_size} ranks") from error
 
 
-def _batches() -> list[Any]:
-    is_all = "FSDP_C_RANDOM_FIRST" not in os.environ and NUM_CASES == NUM_SHORT_CASES
-    count = NUM_FULL_CASES if is_all else NUM_CASES
-    result = []
-    for world_size in (2, 3, 4):
-        mine = [
-            seed
-            for seed in range(FIRST_CASE, FIRST_CASE + count)
-            if 2 + seed % 3 == world_size
-        ]
-        short = [seed for seed in mine if seed - FIRST_CASE < NUM_CASES]
-        for seeds, marks in (
-            (short, []),
-            (mine[len(short) :], [pytest.mark.only_full]),
-        ):
-            for begin in range(0, len(seeds), BATCH):
-                batch = tuple(seeds[begin : begin + BATCH])
-                result.append(
-                    pytest.param(
-                        world_size, batch, id=f"{world_size}-{batch[0]}", marks=marks
-                    )
-                )
-    return result
-
-
-@pytest.mark.parametrize(("world_size", "seeds"), _batches())
+@pytest.mark.parametrize(
+    ("world_size", "seeds"),
+    batches_of(lambda seed: 2 + seed % 3, num_short=9, num_full=200, size=10),
+)
 def test_random_models(world_size: int, seeds: tuple[int, ...]) -> None:
     """See :func:`run_case`."""
     for seed in seeds:

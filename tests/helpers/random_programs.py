@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -65,8 +66,35 @@ def left_out() -> frozenset[str]:
     return frozenset(names)
 
 
+def batches_of(
+    world_size_of: Callable[[int], int], *, num_short: int, num_full: int, size: int
+) -> list[Any]:
+    """Return pytest's parameters: world sizes, and tuples of cases that have them.
+
+    Cases from ``num_short`` on run with ``--full``. FSDP_C_RANDOM_FIRST and
+    FSDP_C_RANDOM_CASES choose others; then all of them run.
+    """
+    names = ("FSDP_C_RANDOM_FIRST", "FSDP_C_RANDOM_CASES")
+    if any(name in os.environ for name in names):
+        num_short = num_full = int(os.environ.get(names[1], num_short))
+    first = int(os.environ.get(names[0], "0"))
+    found = []
+    for marks, begin, end in (
+        ((), first, first + num_short),
+        (pytest.mark.only_full, first + num_short, first + num_full),
+    ):
+        cases: dict[int, list[int]] = {n: [] for n in WORLD_SIZES}
+        for case in range(begin, end):
+            cases[world_size_of(case)].append(case)
+        for world_size, mine in cases.items():
+            for index in range(0, len(mine), size):
+                batch = tuple(mine[index : index + size])
+                name = f"{world_size}-{batch[0]}"
+                found.append(pytest.param(world_size, batch, id=name, marks=marks))
+    return found
+
+
 def divisors_of(number: int) -> list[int]:
-    """Return what divides ``number``."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
@@ -86,8 +114,6 @@ def draw_dim(rng: random.Random, seed: int) -> int:
 
 @dataclass(frozen=True)
 class Spec:
-    """A node of the program."""
-
     kind: str
     is_unit: bool
     strategy: str | None = None
@@ -96,20 +122,16 @@ class Spec:
     children: "tuple[Spec, ...]" = ()
 
     def show(self, depth: int = 0) -> str:
-        """Return the tree as indented text."""
         unit = f" unit {self.strategy or ''}".rstrip() if self.is_unit else ""
         line = f"{'  ' * depth}{self.kind} option={self.option}{unit}"
         return "\n".join([line, *(c.show(depth + 1) for c in self.children)])
 
     def kinds(self) -> set[str]:
-        """Return the kinds of all nodes."""
         return {self.kind}.union(*(child.kinds() for child in self.children))
 
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step."""
-
     num_micro_batches: int
     num_forwards: int
     mode: str
@@ -126,10 +148,38 @@ class Step:
     """What happens after the step."""
 
 
-@dataclass(frozen=True)
-class Program:
-    """A whole case."""
+class Case:
+    """What programs of either API have in common."""
 
+    dim: int
+    root: Spec
+    precision: str
+    steps: tuple[Any, ...]
+
+    @property
+    def is_single(self) -> bool:
+        """Whether something is computed or reduced in fp32."""
+        return self.precision != "none" or "single" in self.root.kinds()
+
+    @property
+    def tolerance(self) -> float:
+        """Of every comparison, as a part of the largest element.
+
+        Two elements that are nearly the same, normalized, magnify what fp32 rounds.
+        """
+        if not self.is_single:
+            return 1e-8
+        return 0.1 if self.dim == 2 and "norm" in self.root.kinds() else 2e-3
+
+    def show(self) -> str:
+        """Return everything that reproduces the case."""
+        facts = {k: v for k, v in vars(self).items() if k not in ("root", "steps")}
+        steps = "\n".join(f"  {step}" for step in self.steps)
+        return f"{facts}\n{self.root.show()}\nsteps:\n{steps}"
+
+
+@dataclass(frozen=True)
+class Program(Case):
     seed: int
     world_size: int
     dim: int
@@ -155,23 +205,6 @@ class Program:
     def param_dtype(self) -> torch.dtype | None:
         """The dtype that the units compute in; None: their own."""
         return torch.float32 if self.precision in ("param", "both") else None
-
-    @property
-    def tolerance(self) -> float:
-        """Of every comparison, as a part of the largest element.
-
-        Two elements that are nearly the same, normalized, magnify what fp32 rounds.
-        """
-        kinds = self.root.kinds()
-        if self.precision == "none" and "single" not in kinds:
-            return 1e-8
-        return 0.1 if self.dim == 2 and "norm" in kinds else 2e-3
-
-    def show(self) -> str:
-        """Return everything that reproduces the case."""
-        facts = {k: v for k, v in vars(self).items() if k not in ("root", "steps")}
-        steps = "\n".join(f"  {step}" for step in self.steps)
-        return f"{facts}\n{self.root.show()}\nsteps:\n{steps}"
 
 
 def draw_kept(seed: int) -> int:
@@ -203,15 +236,12 @@ class _Drawer:
         self.left_out = left_out()
 
     def choice(self, *options: Any) -> Any:
-        """Return one of ``options`` that is not left out."""
         return self.rng.choice([o for o in options if o not in self.left_out])
 
     def chance(self, probability: float, feature: str = "") -> bool:
-        """Return True with ``probability``, unless ``feature`` is left out."""
         return self.rng.random() < probability and feature not in self.left_out
 
     def spec(self, depth: int, without: frozenset[str], one_strategy: bool) -> Spec:
-        """Return a node with its children."""
         is_branch = depth > 0 and self.chance(0.75)
         kinds = [k for k in (BRANCHES if is_branch else LEAVES) if k not in without]
         kind = self.choice(*kinds)
@@ -228,7 +258,6 @@ class _Drawer:
         return Spec(kind, is_unit, strategy, self.rng.randrange(1 << 16), children)
 
     def step(self, use_orig_params: bool) -> Step:
-        """Return an optimizer step."""
         mode = self.choice("sync", "sync", *MODES[1:])
         norm_type = self.rng.choice([1.0, 2.0, 2.0, 3.0, float("inf"), 0.0])
         norm_type = norm_type or round(self.rng.uniform(0.5, 4.0), 2)
@@ -248,7 +277,6 @@ class _Drawer:
         )
 
     def program(self) -> Program:
-        """Return the program."""
         world_size = WORLD_SIZES[self.seed % len(WORLD_SIZES)]
         use_orig_params = self.chance(0.6)
         is_hybrid = self.chance(0.35, "hybrid")
@@ -309,7 +337,6 @@ class _Drawer:
 
 
 def draw_program(seed: int) -> Program:
-    """Return the program of ``seed``; its world size is drawn too."""
     return _Drawer(seed).program()
 
 
@@ -353,7 +380,6 @@ class Node(nn.Module):
             self.second.weight = self.first.weight
 
     def own_params(self) -> list[nn.Parameter]:
-        """Return the parameters of this node, without its children's."""
         return [
             param
             for name, param in self.named_parameters()
@@ -386,24 +412,40 @@ class Node(nn.Module):
         if kind == "never":  # a child that does not run
             return torch.sin(x)
         if kind == "parallel":
-            outs = [_call(child, x) for child in self.children_]
+            outs = [call_part(child, x) for child in self.children_]
             return torch.stack(outs).mean(0)
         if kind == "checkpoint":
             reentrant = self.spec.option % 2 == 0
-            return checkpoint(_call, self.children_[0], x, use_reentrant=reentrant)
+            return checkpoint(call_part, self.children_[0], x, use_reentrant=reentrant)
         y = x
         for child in self.children_:
-            y = _call(child, y)
+            y = call_part(child, y)
         if kind == "twice":
-            y = _call(self.children_[0], torch.tanh(y))
+            y = call_part(self.children_[0], torch.tanh(y))
         return x + y if kind == "residual" else y
 
 
-def _call(module: nn.Module, x: Tensor) -> Tensor:
-    out = module(x)
+@dataclass
+class Record:
+    out: Tensor
+    aside: list[Any]
+
+
+def call_part(module: nn.Module, x: Tensor) -> Tensor:
+    return unpack(module(x))
+
+
+def unpack(out: Any) -> Tensor:
+    """Return the sum of what a part's output holds."""
+    if isinstance(out, Record):
+        out = vars(out)
     if isinstance(out, dict):
-        return out["out"] + out["aside"][0] if out["aside"][1] is None else x
-    return out
+        assert out["aside"][1] is None
+        return out["out"] + out["aside"][0]
+    if isinstance(out, list):
+        return out[1][0] - out[1][1]["x"]
+    result: Tensor = out
+    return result
 
 
 class Net(nn.Module):
@@ -415,7 +457,7 @@ class Net(nn.Module):
         self.body = Node(program.root, program.dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _call(self.body, self.inp(x))
+        return call_part(self.body, self.inp(x))
 
 
 def wrap(
@@ -465,10 +507,16 @@ def wrap(
 
 
 def make_optimizer(name: str) -> Callable[[Any], torch.optim.Optimizer]:
-    """Return the maker of an optimizer by its name in a program."""
+    way, _, kind = name.rpartition("_")
+    how: dict[str, Any] = {way: True} if way else {"foreach": False}
     makers: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-        "sgd": lambda params: torch.optim.SGD(params, lr=0.05),
-        "momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
-        "adam": lambda params: torch.optim.Adam(params, lr=0.01, eps=1e-4),
+        "sgd": lambda params: torch.optim.SGD(params, lr=0.05, **how),
+        "momentum": lambda params: torch.optim.SGD(
+            params, lr=0.05, momentum=0.9, **how
+        ),
+        "adam": lambda params: torch.optim.Adam(params, lr=0.01, eps=1e-4, **how),
+        "adamw": lambda params: torch.optim.AdamW(
+            params, lr=0.01, eps=1e-4, weight_decay=0.1, **how
+        ),
     }
-    return makers[name]
+    return makers[kind]

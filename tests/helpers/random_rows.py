@@ -11,16 +11,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from helpers.random_programs import (
     DTYPE,
+    Case,
     Node,
+    Record,
     Spec,
+    call_part,
     divisors_of,
     draw_dim,
     draw_num_tp,
     left_out,
+    unpack,
 )
 
 LEAVES = (
@@ -95,8 +98,6 @@ BETWEEN = (
 
 @dataclass(frozen=True)
 class RowStep:
-    """One optimizer step."""
-
     sync: str
     num_micro_batches: int
     num_forwards: int
@@ -111,9 +112,7 @@ class RowStep:
 
 
 @dataclass(frozen=True)
-class RowProgram:
-    """A whole case."""
-
+class RowProgram(Case):
     seed: int
     world_size: int
     mesh: tuple[int, ...]
@@ -138,27 +137,6 @@ class RowProgram:
     """Whether parameters of modules with units inside are units apart."""
     steps: tuple[RowStep, ...] = field(default=())
 
-    @property
-    def is_single(self) -> bool:
-        """Whether something is computed or reduced in fp32."""
-        return self.precision != "none" or "single" in self.root.kinds()
-
-    @property
-    def tolerance(self) -> float:
-        """Of every comparison, as a part of the largest element.
-
-        Two elements that are nearly the same, normalized, magnify what fp32 rounds.
-        """
-        if not self.is_single:
-            return 1e-8
-        return 0.1 if self.dim == 2 and "norm" in self.root.kinds() else 2e-3
-
-    def show(self) -> str:
-        """Return everything that reproduces the case."""
-        facts = {k: v for k, v in vars(self).items() if k not in ("root", "steps")}
-        steps = "\n".join(f"  {step}" for step in self.steps)
-        return f"{facts}\n{self.root.show()}\nsteps:\n{steps}"
-
 
 def draw_world_size(rng: random.Random) -> int:
     """Return how many ranks a program has: what is drawn of it first."""
@@ -166,7 +144,6 @@ def draw_world_size(rng: random.Random) -> int:
 
 
 def draw_row_program(seed: int) -> RowProgram:
-    """Return the program of ``seed``."""
     rng = random.Random(seed)
     world_size = draw_world_size(rng)
     num_tp = draw_num_tp(rng, world_size) if rng.random() < 0.4 else None
@@ -260,14 +237,6 @@ def _draw_step(rng: random.Random, mesh: tuple[int, ...], toggles: bool) -> RowS
     )
 
 
-@dataclass
-class Record:
-    """An output that is a dataclass."""
-
-    out: Tensor
-    aside: list[Any]
-
-
 class Part(Node):
     """A node with the kinds that only these programs have."""
 
@@ -308,7 +277,6 @@ class Part(Node):
         return out.to(dtype) if isinstance(out, Tensor) else out
 
     def own_params(self) -> list[nn.Parameter]:
-        """Return the parameters of this node, without its children's."""
         return [
             param
             for name, child in (("", self), *self.named_children())
@@ -337,39 +305,9 @@ class Part(Node):
         return found
 
     def _branch(self, x: Tensor) -> Tensor:
-        kind = self.spec.kind
-        if kind == "checkpoint":
-            reentrant = self.spec.option % 2 == 0
-            return checkpoint(call_part, self.children_[0], x, use_reentrant=reentrant)
-        if kind == "keywords":
+        if self.spec.kind == "keywords":
             return unpack(self.children_[0](x=x))
-        if kind == "never":
-            return torch.sin(x)
-        if kind == "parallel":
-            return torch.stack([call_part(c, x) for c in self.children_]).mean(0)
-        y = x
-        for child in self.children_:
-            y = call_part(child, y)
-        if kind == "twice":
-            y = call_part(self.children_[0], torch.tanh(y))
-        return x + y if kind == "residual" else y
-
-
-def call_part(module: nn.Module, x: Tensor) -> Tensor:
-    """Return a part's output as a tensor."""
-    return unpack(module(x))
-
-
-def unpack(out: Any) -> Tensor:
-    """Return the sum of what a part's output holds."""
-    if isinstance(out, Record):
-        out = vars(out)
-    if isinstance(out, dict):
-        return out["out"] + out["aside"][0]
-    if isinstance(out, list):
-        return out[1][0] - out[1][1]["x"]
-    result: Tensor = out
-    return result
+        return super()._branch(x)
 
 
 class RowNet(nn.Module):
@@ -385,20 +323,3 @@ class RowNet(nn.Module):
         x = x.to(self.inp.weight.dtype)
         hidden = self.inp(x)
         return call_part(self.body, hidden), self.aside(hidden.to(x.dtype))
-
-
-def make_row_optimizer(name: str) -> Callable[[Any], torch.optim.Optimizer]:
-    """Return the maker of an optimizer by its name in a program."""
-    way, _, kind = name.rpartition("_")
-    how: dict[str, Any] = {way: True} if way else {"foreach": False}
-    makers: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-        "sgd": lambda params: torch.optim.SGD(params, lr=0.05, **how),
-        "momentum": lambda params: torch.optim.SGD(
-            params, lr=0.05, momentum=0.9, **how
-        ),
-        "adam": lambda params: torch.optim.Adam(params, lr=0.01, eps=1e-4, **how),
-        "adamw": lambda params: torch.optim.AdamW(
-            params, lr=0.01, eps=1e-4, weight_decay=0.1, **how
-        ),
-    }
-    return makers[kind]

@@ -25,13 +25,17 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp_c import FSDPModule, fully_shard
 from fsdp_c._fully_shard.group import groups_in
 from helpers.models import Inputs
-from helpers.random_programs import DTYPE, divisors_of, draw_num_tp
+from helpers.random_programs import (
+    DTYPE,
+    divisors_of,
+    draw_num_tp,
+    make_optimizer,
+)
 from helpers.random_rows import (
     Part,
     RowNet,
     RowProgram,
     RowStep,
-    make_row_optimizer,
 )
 from helpers.reference import Differential, assert_same
 from helpers.rows import small_apart, whole_of
@@ -120,7 +124,6 @@ class RowRun(Differential):
     """Both models, and what a program does with them."""
 
     def __init__(self, program: RowProgram) -> None:
-        """Build both."""
         self.program = program
         self.rng = random.Random(program.seed + 1)
         self.cutter = Cutter(program, program.mesh, program.num_tp)
@@ -134,7 +137,7 @@ class RowRun(Differential):
             self.cutter,
             inputs,
             use_orig_params=True,
-            optimizer=make_row_optimizer(program.optimizer),
+            optimizer=make_optimizer(program.optimizer),
             tolerance=program.tolerance,
         )
         self.ratios: dict[str, float] = {}
@@ -201,7 +204,6 @@ class RowRun(Differential):
                 assert (param.grad is None) == (expected is None), name
 
     def losses(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Run a forward of both; return two losses of each."""
         batches = self.batches()
         outputs = [self.reference(*batch) for batch in batches]
         expected = [self._two(output) for output in outputs]
@@ -218,7 +220,6 @@ class RowRun(Differential):
     # What happens ------------------------------------------------------------
 
     def backward(self, step: RowStep, means: list[Tensor], own: list[Tensor]) -> None:
-        """Run both backwards."""
         self.is_open = False
         kept: dict[str, Tensor | None] = {}
         for name, param in self.reference.named_parameters():
@@ -240,7 +241,6 @@ class RowRun(Differential):
             param.grad = new if old is None else old if new is None else old + new
 
     def run_step(self, step: RowStep) -> None:
-        """Run one optimizer step."""
         self.zero_grad(set_to_none=step.set_to_none)
         for index in range(step.num_micro_batches):
             is_last = index == step.num_micro_batches - 1
@@ -299,18 +299,15 @@ class RowRun(Differential):
             self.model.set_requires_gradient_sync(is_last)
 
     def modules(self) -> list[Any]:
-        """Return the sharded modules."""
         return [m for m in self.model.modules() if isinstance(m, FSDPModule)]
 
     def happen(self, event: str) -> None:
-        """Do what the program says."""
         if event == "nothing":
             return
         run: Any = getattr(self, f"on_{event}", None) or getattr(self, event)
         run()
 
     def evaluate(self) -> None:
-        """Run a forward without gradients."""
         with self.evaluation():
             self.losses()
         self.is_open = True
@@ -386,9 +383,7 @@ class RowRun(Differential):
         self.model = self.cutter(RowNet(self.program))
         for param, want in zip(self.model.parameters(), wants, strict=True):
             param.requires_grad_(want)
-        self.optimizer = make_row_optimizer(self.program.optimizer)(
-            self.model.parameters()
-        )
+        self.optimizer = make_optimizer(self.program.optimizer)(self.model.parameters())
         set_model_state_dict(self.model, state, options=full)
         full.strict = False  # what had no gradient yet has no state
         if has_state:
@@ -437,7 +432,6 @@ class RowRun(Differential):
         self.toggle()
 
     def toggle(self) -> None:
-        """Turn requires_grad of some parameters round."""
         names = [name for name, _ in self.reference.named_parameters()]
         chosen = {name for name in names if self.rng.random() < 0.3}
         for prefix, part in self.reference.named_modules():
@@ -468,7 +462,6 @@ class RowRun(Differential):
 
 
 def run_row_program(program: RowProgram) -> None:
-    """Train both models."""
     both = RowRun(program)
     for step in program.steps:
         both.run_step(step)
