@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.distributed import STRATEGIES, TEST_DEVICE, distributed
 from helpers.groups import hybrid_groups
-from helpers.impl import FSDP, ShardingStrategy, StateDictType, fsdp
+from helpers.impl import FSDP, ShardingStrategy, fsdp
 from helpers.models import CASES
 from helpers.optim_states import (
     OPTIMIZERS,
@@ -21,6 +21,7 @@ from helpers.optim_states import (
     assert_same_states,
     by_name,
     full,
+    in_form,
     train,
     wrap,
 )
@@ -130,26 +131,14 @@ def test_hybrid_groups(rank: int, use_orig_params: bool) -> None:
         del each, local, loaded
 
 
-def _configured(model: Any, kind: str, **options: Any) -> Any:
-    from torch.distributed.fsdp import api
-
-    name = kind.capitalize()
-    return FSDP.state_dict_type(
-        model,
-        StateDictType[f"{kind}_STATE_DICT"],
-        getattr(api, f"{name}StateDictConfig")(),
-        getattr(api, f"{name}OptimStateDictConfig")(**options),
-    )
-
-
 def _rank0(model: Any, optim: Any, **kwargs: Any) -> dict[str, Any]:
-    with _configured(model, "FULL", rank0_only=True):
+    with in_form(model, "rank0"):
         result: dict[str, Any] = FSDP.optim_state_dict(model, optim, **kwargs)
     return result
 
 
 def _load_rank0(model: Any, optim: Any, state: Any, **kwargs: Any) -> dict[str, Any]:
-    with _configured(model, "FULL", rank0_only=True):
+    with in_form(model, "rank0"):
         result: dict[str, Any] = FSDP.optim_state_dict_to_load(
             model, optim, state, **kwargs
         )
@@ -168,7 +157,7 @@ def test_sharded_holds_rows(
     optim = OPTIMIZERS["adam"](model.parameters())
     train(model, optim, "scalar", 2, rank=rank)
     whole = full(model, optim)["state"]
-    with _configured(model, "SHARDED"):
+    with in_form(model, "sharded"):
         found = FSDP.optim_state_dict(model, optim)["state"]
     assert list(found) == list(whole)
     for name, state in whole.items():
@@ -199,7 +188,7 @@ def test_local_holds_this_ranks_state(rank: int, use_orig_params: bool) -> None:
     model = wrap("uneven", use_orig_params=use_orig_params)
     optim = OPTIMIZERS["counting"](model.parameters())
     train(model, optim, "uneven", 1, rank=rank)
-    with _configured(model, "LOCAL"):
+    with in_form(model, "local"):
         found = FSDP.optim_state_dict(model, optim)
     names = [
         name.replace("_fsdp_wrapped_module.", "")
@@ -280,11 +269,9 @@ def _counted_calls() -> Iterator[list[str]]:
             setattr(owners[name], name, function)
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"), [("FULL", {}), ("FULL", {"rank0_only": True}), ("SHARDED", {})]
-)
+@pytest.mark.parametrize("form", ["full", "rank0", "sharded"])
 @distributed(world_size=(2, 3))
-def test_few_exchanges(rank: int, kind: str, options: dict[str, Any]) -> None:
+def test_few_exchanges(rank: int, form: str) -> None:
     """One agreement, then units in batches: whatever they are, both ways.
 
     With nothing packed all units go at once. With all of it packed (small pieces) a
@@ -298,12 +285,12 @@ def test_few_exchanges(rank: int, kind: str, options: dict[str, Any]) -> None:
     train(model, optim, "transformer", 1, rank=rank)
     local = copy.deepcopy(optim.state_dict()["state"])
     num_units = len(FSDP.fsdp_modules(model))
-    is_free = kind == "FULL" and not options
+    is_free = form == "full"
     limit = exchange.DIRECT_NBYTES
     for nbytes in (limit, 1):
         exchange.DIRECT_NBYTES = nbytes
         try:
-            with _configured(model, kind, **options), _counted_calls() as calls:
+            with in_form(model, form), _counted_calls() as calls:
                 found = FSDP.optim_state_dict(model, optim)
                 assert calls.count("all_gather_object") == 1
                 num_saves = calls.count("prepare_exchange")
@@ -342,7 +329,7 @@ def test_large_tensors_go_straight(rank: int, use_orig_params: bool) -> None:
             first = _rank0(model, optim)
             loaded = _load_rank0(model, optim, first)
             assert_same_states(loaded["state"], local)
-            with _configured(model, "SHARDED"):
+            with in_form(model, "sharded"):
                 sharded = FSDP.optim_state_dict(model, optim)
                 loaded = FSDP.optim_state_dict_to_load(model, optim, sharded)
             assert_same_states(loaded["state"], local)

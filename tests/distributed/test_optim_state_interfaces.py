@@ -8,13 +8,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import OptimStateKeyType, api
+from torch.distributed.fsdp import OptimStateKeyType
 from torch.distributed.optim import _NamedOptimizer
 
 from helpers.distributed import distributed
-from helpers.impl import FSDP, StateDictType, fsdp
+from helpers.impl import FSDP, fsdp
 from helpers.models import CASES, Block
-from helpers.optim_states import OPTIMIZERS, assert_same_states, full, train, wrap
+from helpers.optim_states import (
+    FORMS,
+    OPTIMIZERS,
+    assert_same_states,
+    full,
+    in_form,
+    train,
+    wrap,
+)
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
@@ -146,7 +154,7 @@ class Outside(nn.Module):
         self.scalar = nn.Parameter(torch.tensor(2.0))
 
 
-@pytest.mark.parametrize("form", ["full", "rank0", "sharded", "local"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
 def test_outside_of_units(use_orig_params: bool, form: str) -> None:
@@ -167,27 +175,16 @@ def test_outside_of_units(use_orig_params: bool, form: str) -> None:
         if param.numel():
             param.grad = torch.full_like(param, 0.5)
     optim.step()
-    kind, options = {
-        "full": ("FULL", {}),
-        "rank0": ("FULL", {"rank0_only": True}),
-        "sharded": ("SHARDED", {}),
-        "local": ("LOCAL", {}),
-    }[form]
-    settings = (
-        StateDictType[f"{kind}_STATE_DICT"],
-        None,
-        getattr(api, f"{kind.capitalize()}OptimStateDictConfig")(**options),
-    )
-    FSDP.set_state_dict_type(model, *settings)
-    saved = FSDP.optim_state_dict(model, optim)
+    with in_form(model, form):
+        saved = FSDP.optim_state_dict(model, optim)
     if form == "full":
         names = {name for name, _ in Outside().named_parameters()}
         assert saved["state"].keys() == names
         assert saved["state"]["scalar"]["exp_avg"].shape == ()
         assert saved["state"]["unit.fc1.weight"]["exp_avg"].dim() == 2
     other, other_optim = make()
-    FSDP.set_state_dict_type(other, *settings)
-    FSDP.optim_state_dict_to_load(other, other_optim, saved, load_directly=True)
+    with in_form(other, form):
+        FSDP.optim_state_dict_to_load(other, other_optim, saved, load_directly=True)
     assert_same_states(full(other, other_optim)["state"], full(model, optim)["state"])
     if use_orig_params:  # else there may be padding, which is not saved
         found = other_optim.state_dict()["state"]

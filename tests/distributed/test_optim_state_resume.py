@@ -7,40 +7,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import api
+from torch.distributed.fsdp import OptimStateKeyType
 
 from helpers.distributed import distributed
 from helpers.groups import hybrid_groups
-from helpers.impl import FSDP, ShardingStrategy, StateDictType
-from helpers.models import CASES
-from helpers.optim_states import OPTIMIZERS, assert_same_states, full, train, wrap
+from helpers.impl import FSDP, ShardingStrategy
+from helpers.models import CASES, loss_of
+from helpers.optim_states import (
+    OPTIMIZERS,
+    assert_same_states,
+    full,
+    in_form,
+    train,
+    wrap,
+)
 from helpers.reference import assert_same_tensors, full_state_dict
 from helpers.seeds import generator
 
-# State dict type, and options of its optimizer config.
-FORMS: dict[str, tuple[str, dict[str, Any]]] = {
-    "full": ("FULL", {}),
-    "rank0": ("FULL", {"rank0_only": True}),
-    "sharded": ("SHARDED", {}),
-    "local": ("LOCAL", {}),
-}
-
 OTHERS = ("rank0", "sharded", "local")
-
-
-def _configured(model: nn.Module, form: str) -> Any:
-    kind, options = FORMS[form]
-    name = kind.capitalize()
-    return FSDP.state_dict_type(
-        model,
-        StateDictType[f"{kind}_STATE_DICT"],
-        getattr(api, f"{name}StateDictConfig")(),
-        getattr(api, f"{name}OptimStateDictConfig")(**options),
-    )
-
-
-def _copy_weights(source: nn.Module, target: nn.Module) -> None:
-    target.load_state_dict(full_state_dict(source))
 
 
 def _assert_same_local(
@@ -50,13 +34,9 @@ def _assert_same_local(
 
     Not the state of a parameter of which the rank holds nothing: Adagrad has one.
     """
-    empty = set()
-    for key, (_, param) in enumerate(first[0].named_parameters()):
-        if param.numel() == 0:
-            empty.add(key)
-    for (name, one), (_, other) in zip(
-        first[0].named_parameters(), second[0].named_parameters(), strict=True
-    ):
+    params = dict(first[0].named_parameters())
+    empty = {key for key, p in enumerate(params.values()) if p.numel() == 0}
+    for (name, one), other in zip(params.items(), second[0].parameters(), strict=True):
         assert torch.equal(one, other), name
     one, other = first[1].state_dict(), second[1].state_dict()
     states = [
@@ -84,12 +64,12 @@ def test_resume_is_exact(
     model = wrap(case, use_orig_params=use_orig_params)
     optim = OPTIMIZERS[optimizer](model.parameters())
     train(model, optim, case, 5, rank=rank)
-    with _configured(model, form):
+    with in_form(model, form):
         saved = FSDP.optim_state_dict(model, optim)
     other = wrap(case, use_orig_params=use_orig_params)
-    _copy_weights(model, other)
+    other.load_state_dict(full_state_dict(model))
     other_optim = OPTIMIZERS[optimizer](other.parameters())
-    with _configured(other, form):
+    with in_form(other, form):
         FSDP.optim_state_dict_to_load(other, other_optim, saved, load_directly=True)
     _assert_same_local((model, optim), (other, other_optim))
     train(model, optim, case, 5, rank=rank, first=5)
@@ -111,7 +91,7 @@ def test_other_wrapping(rank: int, use_orig_params: bool, form: str) -> None:
         for other_orig in (True, False):
             other = wrap(case, nested=nested, use_orig_params=other_orig)
             other_optim = OPTIMIZERS["adam"](other.parameters())
-            with _configured(model, form), _configured(other, form):
+            with in_form(model, form), in_form(other, form):
                 saved = FSDP.optim_state_dict(model, optim)
                 FSDP.optim_state_dict_to_load(
                     other, other_optim, saved, load_directly=True
@@ -141,7 +121,7 @@ def test_other_strategy(
         optim = OPTIMIZERS["adam"](model.parameters())
         train(model, optim, "scalar", 2, rank=rank)
         expected = copy.deepcopy(optim.state_dict())
-        with _configured(model, form):
+        with in_form(model, form):
             saved = FSDP.optim_state_dict(model, optim)
             train(model, optim, "scalar", 1, rank=rank)
             FSDP.optim_state_dict_to_load(model, optim, saved, load_directly=True)
@@ -172,7 +152,7 @@ def test_other_number_of_ranks(
             other = wrap("uneven", process_group=group, use_orig_params=use_orig_params)
             other_optim = OPTIMIZERS[optimizer](other.parameters())
             for form in ("full", "rank0"):
-                with _configured(other, form):
+                with in_form(other, form):
                     FSDP.optim_state_dict_to_load(
                         other,
                         other_optim,
@@ -185,7 +165,7 @@ def test_other_number_of_ranks(
             del other, other_optim
             dist.destroy_process_group(group)
         # What fewer ranks trained goes back to all, from rank 0.
-        with _configured(model, "rank0"):
+        with in_form(model, "rank0"):
             FSDP.optim_state_dict_to_load(
                 model, optim, again if rank == 0 else {}, load_directly=True
             )
@@ -198,8 +178,6 @@ def test_other_number_of_ranks(
 @distributed(world_size=2)
 def test_unsharded_model_both_ways(rank: int, use_orig_params: bool) -> None:
     """Through rekey_optim_state_dict, by id and by name; training goes on alike."""
-    from torch.distributed.fsdp import OptimStateKeyType
-
     case = "transformer"
     reference = CASES[case].build()
     model = wrap(case, module=copy.deepcopy(reference), use_orig_params=use_orig_params)
@@ -213,8 +191,6 @@ def test_unsharded_model_both_ways(rank: int, use_orig_params: bool) -> None:
     )
     plain_optim.load_state_dict(copy.deepcopy(by_id))
     # One step of each, on the same batch on all ranks.
-    from helpers.models import loss_of
-
     batch = CASES[case].inputs(generator("same batch"))
     for each, its_optim in ((reference, plain_optim), (model, optim)):
         its_optim.zero_grad()

@@ -11,22 +11,16 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers.distributed import TEST_DEVICE, distributed
 from helpers.groups import hybrid_groups
-from helpers.impl import FSDP, ShardingStrategy, fsdp
+from helpers.impl import ShardingStrategy, fsdp
 from helpers.models import CASES
 from helpers.reference import assert_same_tensors, clean_name, full_state_dict
 from helpers.shared_folder import shared_folder
 from helpers.state_dicts import (
-    FULL,
     LOCAL,
     SHARDED,
     destroyed_groups,
@@ -184,26 +178,3 @@ def test_torchs_local_state_dicts() -> None:
         with type(theirs).state_dict_type(theirs, LOCAL):
             theirs.load_state_dict(save(ours, LOCAL))
         assert_same_tensors("theirs", whole_state(_sharded(theirs)), expected, 0.0)
-
-
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@distributed(world_size=2)
-def test_checkpoint_state_dict_functions(use_orig_params: bool) -> None:
-    """get_model_state_dict and set_model_state_dict: the options choose the kind.
-
-    More of them is in tests/programs/test_checkpoint_state_dict.py.
-    """
-    reference, model = everything(0, use_orig_params=use_orig_params)
-    expected = reference.state_dict()
-    full = StateDictOptions(full_state_dict=True)
-    for kind in (FULL, SHARDED):  # what is set on the model has no effect
-        FSDP.set_state_dict_type(model, kind)
-        state = get_model_state_dict(model, options=full)
-        assert_same_tensors("state", state, expected, 0.0)
-        assert FSDP.get_state_dict_type(model).state_dict_type is kind
-    sharded = get_model_state_dict(model)
-    assert_same_tensors("sharded", whole_state(sharded), expected, 0.0)
-    for given, options in ((sharded, None), (copy.deepcopy(expected), full)):
-        _, other = everything(1, use_orig_params=use_orig_params)
-        set_model_state_dict(other, given, options=options)
-        assert_same_tensors("loaded", full_state_dict(other), expected, 0.0)

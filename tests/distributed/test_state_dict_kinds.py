@@ -1,6 +1,7 @@
 """FULL, SHARDED and LOCAL state dicts: keys, values, memory, and loading them."""
 
 import copy
+import io
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,7 @@ from torch.distributed.fsdp import ShardedStateDictConfig
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from helpers.distributed import TEST_DEVICE, distributed, varied
+from helpers.distributed import TEST_DEVICE, distributed, every_strategy, varied
 from helpers.groups import hybrid_groups
 from helpers.impl import (
     FSDP,
@@ -54,6 +55,54 @@ from helpers.state_dicts import (
 )
 
 KINDS = (FULL, SHARDED, LOCAL)
+
+
+@pytest.mark.trap(16)
+@every_strategy
+@varied(model=list(CASES))
+@distributed(world_size=(2, 3))
+@with_model()
+def test_full_equals_the_unwrapped_model(differential: Differential) -> None:
+    """Keys, their order, values and dtypes; memory of their own, and no more."""
+    for num_steps in (0, 1):
+        differential.train(num_steps)
+        state = full_state_dict(differential.model)
+        expected = differential.reference.state_dict()
+        assert list(state) == list(expected)
+        assert_same_tensors("state", state, expected, differential.tolerance)
+        for name, tensor in state.items():
+            assert tensor.dtype == expected[name].dtype, name
+            assert not tensor.requires_grad, name
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes, name
+    before = {name: tensor.clone() for name, tensor in state.items()}
+    differential.train(1)
+    assert_same_tensors("state", state, before, 0.0)
+    for tensor in state.values():
+        tensor.zero_()
+    differential.check()
+
+
+@every_strategy
+@pytest.mark.parametrize("model", ["mlp", "uneven", "transformer", "scalar"])
+@distributed(world_size=(2, 3))
+@with_model()
+def test_load(differential: Differential, model: str) -> None:
+    """A checkpoint of the unwrapped model goes in and trains on."""
+    differential.train(1)
+    torch.manual_seed(99)
+    checkpoint = CASES[model].build().state_dict()
+    file = io.BytesIO()
+    torch.save(checkpoint, file)
+    file.seek(0)
+    loaded = torch.load(file)
+    result = load(differential.model, FULL, loaded)
+    assert result.missing_keys == []
+    assert result.unexpected_keys == []
+    assert list(loaded) == list(checkpoint)  # the user's dict is left alone
+    differential.reference.load_state_dict(checkpoint)
+    differential.zero_grad()
+    differential.check()
+    differential.train(2)
 
 
 def _check_saved(state: dict[str, Any], reference: nn.Module, kind: Any) -> None:

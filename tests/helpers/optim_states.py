@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import api
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers.impl import FSDP, StateDictType, fsdp
@@ -92,9 +93,35 @@ def by_name(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
     }
 
 
+def configured(model: nn.Module, kind: str, **options: Any) -> Any:
+    """Return the context of a kind of state dicts, with options of the optimizer's."""
+    name = kind.capitalize()
+    return FSDP.state_dict_type(
+        model,
+        StateDictType[f"{kind}_STATE_DICT"],
+        getattr(api, f"{name}StateDictConfig")(),
+        getattr(api, f"{name}OptimStateDictConfig")(**options),
+    )
+
+
+# State dict type, and options of its optimizer config.
+FORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "full": ("FULL", {}),
+    "rank0": ("FULL", {"rank0_only": True}),
+    "sharded": ("SHARDED", {}),
+    "local": ("LOCAL", {}),
+}
+
+
+def in_form(model: nn.Module, form: str) -> Any:
+    """Return the context of one of FORMS."""
+    kind, options = FORMS[form]
+    return configured(model, kind, **options)
+
+
 def full(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the full optimizer state dict, on all ranks. Collective."""
-    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+    with in_form(model, "full"):
         result: dict[str, Any] = FSDP.optim_state_dict(model, optim)
     return result
 

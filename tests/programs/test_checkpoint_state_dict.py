@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from helpers.distributed import distributed
 from helpers.groups import kept_mesh
-from helpers.impl import FSDP, fsdp
+from helpers.impl import FSDP, StateDictType, fsdp
 from helpers.models import CASES, loss_of
 from helpers.reference import assert_same, assert_same_tensors
 from helpers.seeds import generator
@@ -163,6 +163,8 @@ def test_get(name: str, use_orig_params: bool) -> None:
     kwargs = {"use_orig_params": use_orig_params}
     ours, theirs = trained("fsdp_c", name, **kwargs), trained("torch", name, **kwargs)
     plain = trained("plain", name)
+    kind = StateDictType.SHARDED_STATE_DICT  # set on the model, it has no effect
+    FSDP.set_state_dict_type(ours[0], kind)
     for chosen in OPTIONS:
         for ignores_frozen in (False, use_orig_params and name == "frozen_units"):
             options = StateDictOptions(**chosen, ignore_frozen_params=ignores_frozen)
@@ -179,6 +181,7 @@ def test_get(name: str, use_orig_params: bool) -> None:
             assert_alike(alone, states[0][0])
             alone = get_optimizer_state_dict(*ours, options=options)
             assert_alike(alone, states[0][1])
+        assert FSDP.get_state_dict_type(ours[0]).state_dict_type is kind
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
