@@ -41,61 +41,39 @@ def _ranks(group: dist.ProcessGroup) -> list[int]:
     return sorted(dist.get_process_group_ranks(group))
 
 
+@pytest.mark.parametrize(
+    "per_node",
+    [
+        # One accelerator is a node of its own.
+        pytest.param(None, marks=pytest.mark.cpu_only("a device is a node")),
+        1,
+        2,
+    ],
+)
+@pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
 @distributed(world_size=4)
-def test_two_nodes_of_two(rank: int, strategy: str) -> None:
-    """Shards inside a node, replicas across nodes, and the numbers are right."""
+def test_shards_inside_a_node(
+    rank: int, strategy: str, use_orig_params: bool, per_node: int | None
+) -> None:
+    """Replicas across nodes, and the numbers are right."""
 
     def body() -> Any:
         differential = Differential.of_case(
             CASES["mlp"],
-            lambda model: _wrap(model, strategy, use_orig_params=False),
-            use_orig_params=False,
+            lambda model: _wrap(model, strategy, use_orig_params),
+            use_orig_params=use_orig_params,
         )
         differential.train(2)
         root = differential.model
-        assert _ranks(root.process_group) == ([0, 1] if rank < 2 else [2, 3])
-        assert _ranks(root._inter_node_pg) == [rank % 2, rank % 2 + 2]
-        assert (root.world_size, root.rank) == (2, rank % 2)
+        size = per_node or 4
+        first = rank - rank % size
+        assert _ranks(root.process_group) == list(range(first, first + size))
+        assert _ranks(root._inter_node_pg) == list(range(rank % size, 4, size))
+        assert (root.world_size, root.rank) == (size, rank % size)
         return root
 
-    _with_local_world_size("2", body)
-
-
-@pytest.mark.cpu_only("one accelerator is a node of its own: test_a_node_per_rank")
-@distributed(world_size=(2, 3))
-def test_one_node(world_size: int) -> None:
-    """Without LOCAL_WORLD_SIZE and accelerators all ranks shard."""
-
-    def body() -> Any:
-        differential = Differential.of_case(
-            CASES["mlp"],
-            lambda model: _wrap(model, "HYBRID_SHARD", use_orig_params=True),
-            use_orig_params=True,
-        )
-        differential.train(2)
-        assert differential.model.process_group.size() == world_size
-        assert differential.model._inter_node_pg.size() == 1
-        return differential.model
-
-    _with_local_world_size(None, body)
-
-
-@distributed(world_size=3)
-def test_a_node_per_rank() -> None:
-    """Nothing to shard over: replicas only."""
-
-    def body() -> Any:
-        differential = Differential.of_case(
-            CASES["mlp"],
-            lambda model: _wrap(model, "HYBRID_SHARD", use_orig_params=False),
-            use_orig_params=False,
-        )
-        differential.train(2)
-        assert differential.model._inter_node_pg.size() == 3
-        return differential.model
-
-    _with_local_world_size("1", body)
+    _with_local_world_size(per_node and str(per_node), body)
 
 
 @distributed(world_size=2)

@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from torch.distributed.tensor import DTensor, Shard
@@ -25,70 +24,54 @@ from helpers.distributed import TEST_DEVICE, distributed
 from helpers.groups import groups_destroyed
 from helpers.rows import Rows
 
-Refusal = tuple[type[Exception], str, Any, dict[str, Any]]
-
 
 @distributed(world_size=2)
 def test_refused_arguments() -> None:
     """With the words that name the argument; nothing is sharded."""
     linear = nn.Linear(4, 4)
     wrapped = nn.Sequential(fsdp_c.FSDP(nn.Linear(2, 2)))
+    scalar = nn.Module()
+    scalar.scale = nn.Parameter(torch.tensor(1.0))
     with groups_destroyed():
         three = init_device_mesh(TEST_DEVICE, (2, 1, 1), mesh_dim_names=("a", "b", "c"))
         unnamed = init_device_mesh(TEST_DEVICE, (2, 1))
-        cases: list[Refusal] = [
-            (ValueError, "got an empty list", [], {}),
-            (ValueError, "use one of the two APIs in a module tree", wrapped, {}),
-            (ValueError, "bool or an int", linear, {"reshard_after_forward": "no"}),
-            (
-                ValueError,
-                "should be a factor of 2",
-                linear,
-                {"reshard_after_forward": 0},
-            ),
-            (TypeError, "offload_policy must be", linear, {"offload_policy": True}),
-            (ValueError, "expects a 1D or 2D DeviceMesh", linear, {"mesh": three}),
-            (AssertionError, "init the 2D mesh for HSDP", linear, {"mesh": unnamed}),
+        of_modules: list[tuple[type[Exception], str, Any]] = [
+            (ValueError, "got an empty list", []),
+            (ValueError, "use one of the two APIs in a module tree", wrapped),
+            (ValueError, "scalar parameters", scalar),
+            (ValueError, "containers", nn.ModuleList([linear])),
+            (TypeError, "takes modules", [3]),
         ]
-        for error, message, module, options in cases:
+        for error, message, module in of_modules:
             with pytest.raises(error, match=message):
-                fully_shard(module, **options)
+                fully_shard(module)
+        of_options: list[tuple[type[Exception], str, dict[str, Any]]] = [
+            (ValueError, "bool or an int", {"reshard_after_forward": "no"}),
+            (ValueError, "should be a factor of 2", {"reshard_after_forward": 0}),
+            (ValueError, "should be a factor of 2", {"reshard_after_forward": 3}),
+            (TypeError, "offload_policy must be", {"offload_policy": True}),
+            (ValueError, "expects a 1D or 2D DeviceMesh", {"mesh": three}),
+            (AssertionError, "init the 2D mesh for HSDP", {"mesh": unnamed}),
+            (TypeError, "mesh", {"mesh": 3}),
+            (TypeError, "dp_mesh_dims", {"dp_mesh_dims": object()}),
+            (TypeError, "mp_policy", {"mp_policy": None}),
+            (
+                AssertionError,
+                "Shard dim 1 is invalid for 1D tensor: .*'bias'",
+                {"shard_placement_fn": lambda p: Shard(1)},
+            ),
+        ]
+        for error, message, options in of_options:
+            with pytest.raises(error, match=message):
+                fully_shard(linear, **options)
     assert type(linear) is nn.Linear
     assert not any(isinstance(p, DTensor) for p in linear.parameters())
-
-
-@distributed(world_size=2)
-def test_refusals() -> None:
-    """What is not supported is named."""
-    linear = nn.Linear(4, 4)
-    scalar = nn.Module()
-    scalar.scale = nn.Parameter(torch.tensor(1.0))
-    cases: list[Refusal] = [
-        (ValueError, "scalar parameters", scalar, {}),
-        (ValueError, "containers", nn.ModuleList([linear]), {}),
-        (TypeError, "dp_mesh_dims", linear, {"dp_mesh_dims": object()}),
-        (ValueError, "should be a factor of 2", linear, {"reshard_after_forward": 3}),
-        (TypeError, "mesh", linear, {"mesh": 3}),
-        (TypeError, "mp_policy", linear, {"mp_policy": None}),
-        (
-            AssertionError,
-            "Shard dim 1 is invalid for 1D tensor: .*'bias'",
-            linear,
-            {"shard_placement_fn": lambda p: Shard(1)},
-        ),
-        (TypeError, "takes modules", [3], {}),
-    ]
-    for error, message, module, options in cases:
-        with pytest.raises(error, match=message):
-            fully_shard(module, **options)
-    assert type(linear) is nn.Linear
     sharded: Any = fully_shard(linear, offload_policy=CPUOffloadPolicy())
     with pytest.raises(AssertionError, match="only be applied to a module once"):
         fully_shard(sharded)
     with pytest.raises(AssertionError, match="deepcopy"):
         copy.deepcopy(sharded)
     sharded(torch.randn(2, 4)).sum().backward()
-    dist.barrier()
 
 
 def test_nothing_of_torchs_runtime_is_inherited() -> None:
@@ -144,41 +127,6 @@ def test_settings_without_effect(world_size: int) -> None:
     both.train(1)
     model.set_reduce_scatter_divide_factor(world_size)
     both.train(1)
-
-
-class Casts(nn.Module):
-    """Notes the dtypes that it sees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-        self.seen: list[torch.dtype] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen += [x.dtype, self.fc.weight.dtype]
-        out: Tensor = self.fc(x.to(self.fc.weight.dtype))
-        return out
-
-
-@pytest.mark.parametrize("casts", [True, False])
-@distributed(world_size=2)
-def test_casts_of_inputs(casts: bool) -> None:
-    """cast_forward_inputs, with the other fields of the policy."""
-    model = Casts()
-    policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16,
-        reduce_dtype=torch.float32,
-        output_dtype=torch.float64,
-        cast_forward_inputs=casts,
-    )
-    fully_shard(model, mp_policy=policy)
-    out = model(torch.ones(2, 4))
-    out.sum().backward()
-    expected = torch.bfloat16 if casts else torch.float32
-    assert model.seen == [expected, torch.bfloat16]
-    assert out.dtype == torch.float64
-    assert model.fc.weight.grad is not None
-    assert model.fc.weight.grad.dtype == torch.float32
 
 
 @distributed(world_size=2)

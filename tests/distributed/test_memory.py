@@ -18,7 +18,13 @@ from torch import Tensor, nn
 
 from helpers.distributed import TEST_DEVICE, distributed
 from helpers.groups import hybrid_groups
-from helpers.impl import BackwardPrefetch, MixedPrecision, ShardingStrategy, fsdp
+from helpers.impl import (
+    BackwardPrefetch,
+    MixedPrecision,
+    ShardingStrategy,
+    fsdp,
+    memory_stats,
+)
 from helpers.models import CASES, Block, loss_of, vectors
 from helpers.seeds import generator
 from helpers.transports import num_scratches
@@ -46,12 +52,6 @@ KEYS = {
     "num_reduces",
     "num_prefetches",
 }
-
-
-def _memory_stats(model: Any) -> dict[str, int]:
-    import fsdp_c
-
-    return fsdp_c.memory_stats(model)
 
 
 def _reserved_nbytes() -> int:
@@ -169,13 +169,13 @@ def test_shards(rank: int, world_size: int, model: str, use_orig_params: bool) -
     module = case.build()
     shards = _shards(module.parameters(), world_size, use_orig_params=use_orig_params)
     sharded = fsdp(module, use_orig_params=use_orig_params)
-    stats = _memory_stats(sharded)
+    stats = memory_stats(sharded)
     assert set(stats) >= KEYS
     assert stats["num_units"] == 1
     assert stats["shard_nbytes"] == sum(shards.values())
     loss_of(sharded(*case.inputs(generator(rank)))).backward()
     trainable = sum(nbytes for (_, trains), nbytes in shards.items() if trains)
-    assert _memory_stats(sharded)["grad_shard_nbytes"] == trainable
+    assert memory_stats(sharded)["grad_shard_nbytes"] == trainable
 
 
 @distributed(world_size=(2, 3))
@@ -186,7 +186,7 @@ def test_shards_of_several_units(world_size: int) -> None:
     root = [p for n, p in model.named_parameters() if "blocks" not in n]
     expected = 3 * _shard_nbytes(block, world_size) + _shard_nbytes(root, world_size)
     sharded = fsdp(model, units={Block}, use_orig_params=True)
-    stats = _memory_stats(sharded)
+    stats = memory_stats(sharded)
     assert stats["num_units"] == 4
     assert stats["shard_nbytes"] == expected
 
@@ -204,7 +204,7 @@ def test_no_allocation_after_the_second_step(
     (x,) = vectors(generator(rank))
     for _ in range(2):
         _step(model, optimizer, x)
-    before = _memory_stats(model)
+    before = memory_stats(model)
     assert before["held_nbytes"] == 0
     assert before["arena_nbytes"] == 0
     reserved = _reserved_nbytes()
@@ -212,7 +212,7 @@ def test_no_allocation_after_the_second_step(
     for step in range(4):
         optimizer.zero_grad(set_to_none=set_to_none)
         loss_of(model(x)).backward()
-        stats = _memory_stats(model)
+        stats = memory_stats(model)
         assert stats["held_nbytes"] == 0, step
         optimizer.step()
         for key in ("arena_nbytes", "peak_nbytes", "num_blocks"):
@@ -242,7 +242,7 @@ def test_arena_of_equal_units(rank: int, world_size: int, prefetch: str | None) 
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for _ in range(3):
             _step(model, optimizer, x)
-        stats = _memory_stats(model)
+        stats = memory_stats(model)
         assert stats["num_clients"] == 2 * depth
         assert stats["num_blocks"] == 0
         prefetches = prefetch == "BACKWARD_PRE"
@@ -279,7 +279,7 @@ def test_arena_of_frozen_layers(
         )
         for _ in range(3):
             loss_of(model(x)).backward()
-        stats = _memory_stats(model)
+        stats = memory_stats(model)
         prefetches = prefetch == "BACKWARD_PRE"
         expected = _of_equal_units(_in_block(segments), grad_nbytes, prefetches)
         assert stats["peak_nbytes"] == expected
@@ -301,7 +301,7 @@ def test_arena_of_shard_grad_op(rank: int, world_size: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(3):
         _step(model, optimizer, x)
-    stats = _memory_stats(model)
+    stats = memory_stats(model)
     num_blocks = depth if ON_HOST else depth + 1
     assert stats["num_blocks"] == 0
     assert stats["peak_nbytes"] == num_blocks * nbytes
@@ -319,10 +319,10 @@ def test_what_is_kept_for_backward(rank: int, world_size: int) -> None:
     whole = [p.shape for p in Block(6, 10).parameters()] * depth
     for _ in range(2):
         loss = loss_of(model(x))
-        assert _memory_stats(model)["held_nbytes"] == depth * nbytes
+        assert memory_stats(model)["held_nbytes"] == depth * nbytes
         assert [p.shape for p in model.parameters()] == whole
         loss.backward()
-        assert _memory_stats(model)["held_nbytes"] == 0
+        assert memory_stats(model)["held_nbytes"] == 0
         assert [(p.data_ptr(), p.shape) for p in model.parameters()] == before
 
 
@@ -350,7 +350,7 @@ def test_arena_in_bf16_is_half(rank: int, world_size: int) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for _ in range(3):
             _step(model, optimizer, x.repeat(1, 3)[:, :16])
-        stats = _memory_stats(model)
+        stats = memory_stats(model)
         assert stats["shard_nbytes"] == 5 * (16 * 16 + 16) * 4 // 2
         param_nbytes, grad_nbytes = (
             _block_nbytes(
@@ -377,9 +377,9 @@ def test_number_of_collectives(rank: int) -> None:
         model = _chain(depth, sharding_strategy=ShardingStrategy[strategy])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         _step(model, optimizer, x)
-        before = _memory_stats(model)
+        before = memory_stats(model)
         _step(model, optimizer, x)
-        after = _memory_stats(model)
+        after = memory_stats(model)
         num_all_gathers = after["num_all_gathers"] - before["num_all_gathers"]
         assert least <= num_all_gathers <= most, strategy
         assert after["num_reduces"] - before["num_reduces"] == depth, strategy
@@ -398,11 +398,11 @@ def test_no_sync_holds_gradients_only(rank: int, world_size: int) -> None:
     model = _chain(depth)
     with model.no_sync():
         loss_of(model(x)).backward()
-    stats = _memory_stats(model)
+    stats = memory_stats(model)
     assert stats["held_nbytes"] == depth * nbytes
     assert stats["scratch_nbytes"] == stats["grad_shard_nbytes"] == 0
     loss_of(model(x)).backward()
-    stats = _memory_stats(model)
+    stats = memory_stats(model)
     assert stats["held_nbytes"] == 0
     assert stats["scratch_nbytes"] == _scratch_nbytes(nbytes, world_size)
 
@@ -426,7 +426,7 @@ def test_no_sync_with_replicas(rank: int) -> None:
                     loss_of(model(x)).backward()
                 loss_of(model(x)).backward()
                 model.zero_grad()
-            stats = _memory_stats(model)
+            stats = memory_stats(model)
             # On a host there is one unit's parameters beside the gradients.
             num_blocks = depth + (1 if ON_HOST else 2)
             assert stats["peak_nbytes"] == num_blocks * nbytes
@@ -450,17 +450,17 @@ def test_sharded_no_sync(rank: int, world_size: int, itemsize: int) -> None:
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
     model = _chain(depth, mixed_precision=MixedPrecision(reduce_dtype=dtype))
     loss_of(model(x)).backward()
-    assert _memory_stats(model)["partial_grad_nbytes"] == 0
+    assert memory_stats(model)["partial_grad_nbytes"] == 0
     for _ in range(3):
         model.zero_grad()
         for _ in range(2):
             with model.no_sync(sharded=True):
                 loss_of(model(x)).backward()
-            stats = _memory_stats(model)
+            stats = memory_stats(model)
             assert stats["partial_grad_nbytes"] == depth * shard // 4 * itemsize
             assert stats["held_nbytes"] == stats["grad_shard_nbytes"] == 0
         loss_of(model(x)).backward()
-        stats = _memory_stats(model)
+        stats = memory_stats(model)
         assert stats["partial_grad_nbytes"] == 0
         assert stats["grad_shard_nbytes"] == depth * shard
         assert stats["held_nbytes"] == 0
@@ -477,21 +477,4 @@ def test_partial_sums_of_several_dtypes(rank: int, world_size: int) -> None:
     model = fsdp(module, use_orig_params=True)
     with model.no_sync(sharded=True):
         loss_of(model(*case.inputs(generator(rank)))).backward()
-    assert _memory_stats(model)["partial_grad_nbytes"] == _in_block(shards)
-
-
-@distributed(world_size=2)
-def test_exception_gives_everything_back(rank: int) -> None:
-    """After an exception in forward the next step holds nothing more."""
-    (x,) = vectors(generator(rank))
-    model = _chain(4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for _ in range(2):
-        _step(model, optimizer, x)
-    before = _memory_stats(model)
-    with pytest.raises(RuntimeError):
-        model(torch.zeros(4, 7))
-    _step(model, optimizer, x)
-    after = _memory_stats(model)
-    assert after["held_nbytes"] == 0
-    assert after["arena_nbytes"] == before["arena_nbytes"]
+    assert memory_stats(model)["partial_grad_nbytes"] == _in_block(shards)

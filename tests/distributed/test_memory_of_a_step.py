@@ -8,16 +8,10 @@ from torch import Tensor, nn
 
 from helpers.distributed import distributed
 from helpers.groups import hybrid_groups
-from helpers.impl import fsdp
+from helpers.impl import fsdp, memory_stats
 from helpers.models import Block, loss_of, vectors
 from helpers.seeds import generator
 from helpers.transports import c10d_only, over
-
-
-def _memory_stats(model: Any) -> dict[str, int]:
-    import fsdp_c
-
-    return fsdp_c.memory_stats(model)
 
 
 def _chain(depth: int, **options: Any) -> Any:
@@ -34,7 +28,7 @@ def _watch_backward(model: Any) -> list[tuple[int, int]]:
     seen: list[tuple[int, int]] = []
 
     def note(_: Tensor) -> None:
-        stats = _memory_stats(model)
+        stats = memory_stats(model)
         seen.append((stats["arena_nbytes"], stats["grad_shard_nbytes"]))
 
     def watch(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
@@ -58,7 +52,7 @@ def test_blocks_in_backward(rank: int, world_size: int, transport: str) -> None:
 
     def train() -> None:
         model = _chain(depth)
-        shard = _memory_stats(model)["shard_nbytes"] // depth
+        shard = memory_stats(model)["shard_nbytes"] // depth
         nbytes = shard * world_size
         seen = _watch_backward(model)
         for _ in range(2):
@@ -66,7 +60,7 @@ def test_blocks_in_backward(rank: int, world_size: int, transport: str) -> None:
             seen.clear()
             loss_of(model(x)).backward()
             assert seen == [(nbytes, n * shard) for n in range(depth)]
-            assert _memory_stats(model)["arena_nbytes"] == 0
+            assert memory_stats(model)["arena_nbytes"] == 0
 
     if transport == "c10d":
         with c10d_only():
@@ -90,7 +84,7 @@ def test_rings_are_small_where_ranks_read_each_other() -> None:
     with hybrid_groups(1, 2) as (group, _):
         large = fsdp(nn.Linear(1024, 512, bias=False), process_group=group)
         large(torch.ones(1, 1024)).sum().backward()
-        nbytes = _memory_stats(large)["ring_nbytes"]
+        nbytes = memory_stats(large)["ring_nbytes"]
         assert nbytes < 2**18 or nbytes >= 1024 * 512 * 4  # the system refuses
 
 
@@ -99,7 +93,7 @@ def _train_with_rings(rank: int, group: Any) -> None:
     rest = 2**19  # rings for messages, counters
 
     def ring_nbytes(model: Any) -> int:
-        return _memory_stats(model)["ring_nbytes"]
+        return memory_stats(model)["ring_nbytes"]
 
     small = _chain(3, process_group=group)
     loss_of(small(x)).backward()

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 from fsdp_c import _native
+from helpers.allocations import counted
 from helpers.distributed import TEST_DEVICE, distributed
 from helpers.impl import FSDP, ShardingStrategy, fsdp
 from helpers.reference import assert_same_tensors, full_state_dict
@@ -74,28 +74,20 @@ def _init(module: nn.Module) -> None:
         reset()
 
 
-class _Peak:
-    """Bytes that torch's CPU allocator had handed out since the beginning."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-        self.left_nbytes = 0
-        self.broadcast_nbytes: list[int] = []
-
-
 @contextlib.contextmanager
-def _broadcasts_of_views(peak: _Peak) -> Iterator[None]:
-    """Broadcast through memory that was there before.
+def _broadcasts_of_views() -> Iterator[list[int]]:
+    """Broadcast through memory that was there before; yield the list of sizes.
 
     gloo's threads may be the last to hold a tensor, and the profiler does not see
     what they free.
     """
     scratch = torch.empty(1 << 18, dtype=torch.uint8)
     original = dist.broadcast
+    broadcast_nbytes: list[int] = []
 
     def broadcast(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
         flat = tensor.reshape(-1).view(torch.uint8)
-        peak.broadcast_nbytes.append(flat.numel())
+        broadcast_nbytes.append(flat.numel())
         view = scratch[: flat.numel()]
         view.copy_(flat)
         original(view, *args, **kwargs)
@@ -104,28 +96,7 @@ def _broadcasts_of_views(peak: _Peak) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "broadcast", broadcast)
         patch.setattr(_native, "broadcast", lambda *_: False)  # c10d's instead
-        yield
-
-
-@contextlib.contextmanager
-def _allocations() -> Iterator[_Peak]:
-    peak = _Peak()
-    with (
-        _broadcasts_of_views(peak),
-        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
-    ):
-        yield peak
-    assert profiler.profiler is not None
-    events = [
-        event
-        for event in profiler.profiler.kineto_results.events()
-        if event.name() == "[memory]"
-    ]
-    now = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        peak.nbytes = max(peak.nbytes, now)
-    peak.left_nbytes = now
+        yield broadcast_nbytes
 
 
 def _wrap(module: nn.Module, **kwargs: Any) -> Any:
@@ -147,7 +118,7 @@ def test_peak_is_the_shards_and_one_unit(
     world_size: int, sync: bool, init: str, use_orig_params: bool
 ) -> None:
     """One layer in full, and one more for the broadcast; never the whole model."""
-    with _allocations() as peak:
+    with _broadcasts_of_views(), counted() as allocations:
         model = _wrap(
             _Deep("meta"),
             param_init_fn=_init if init == "param_init_fn" else None,
@@ -155,10 +126,10 @@ def test_peak_is_the_shards_and_one_unit(
             use_orig_params=use_orig_params,
         )
     shards = (NUM_LAYERS * LAYER_NBYTES + TIED_NBYTES) // world_size
-    assert shards <= peak.left_nbytes <= shards + SLACK_NBYTES
+    assert shards <= allocations.left_nbytes <= shards + SLACK_NBYTES
     num_whole = 2 if sync else 1
-    assert peak.nbytes <= shards + num_whole * LAYER_NBYTES + SLACK_NBYTES
-    assert peak.nbytes < NUM_LAYERS * LAYER_NBYTES
+    assert allocations.peak_nbytes <= shards + num_whole * LAYER_NBYTES + SLACK_NBYTES
+    assert allocations.peak_nbytes < NUM_LAYERS * LAYER_NBYTES
     _check_buffers(model)
     model(torch.randn(2, WIDTH)).sum().backward()
 
@@ -261,14 +232,14 @@ def test_sync_is_chunked(rank: int, world_size: int) -> None:
     sync.CHUNK_NBYTES = 4096
     try:
         torch.manual_seed(rank)
-        with _allocations() as peak:
+        with _broadcasts_of_views() as sent, counted() as allocations:
             model = _wrap(_Deep("meta"), param_init_fn=_init, sync_module_states=True)
     finally:
         sync.CHUNK_NBYTES = chunk_nbytes
-    assert max(peak.broadcast_nbytes) <= 4096
-    assert sum(peak.broadcast_nbytes) >= NUM_LAYERS * LAYER_NBYTES
+    assert max(sent) <= 4096
+    assert sum(sent) >= NUM_LAYERS * LAYER_NBYTES
     shards = (NUM_LAYERS * LAYER_NBYTES + TIED_NBYTES) // world_size
-    assert peak.nbytes <= shards + LAYER_NBYTES + 2 * 4096 + SLACK_NBYTES
+    assert allocations.peak_nbytes <= shards + LAYER_NBYTES + 2 * 4096 + SLACK_NBYTES
     theirs: list[Any] = [None] * world_size
     dist.all_gather_object(theirs, full_state_dict(model))
     assert_same_tensors("state", theirs[1], theirs[0], 0.0)

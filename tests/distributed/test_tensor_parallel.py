@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy
 from torch.distributed.tensor import (
     DTensor,
@@ -37,7 +36,7 @@ from torch.distributed.tensor.parallel import (
 from fsdp_c import fully_shard
 from helpers.distributed import distributed
 from helpers.groups import device_under_test, groups_destroyed
-from helpers.rows import whole_of
+from helpers.rows import APIS, whole_of
 from helpers.seeds import seeded
 from helpers.shared_folder import shared_folder
 from helpers.tensor_parallel import (
@@ -63,39 +62,43 @@ def adamw(params: Iterable[Tensor]) -> torch.optim.Optimizer:
 
 
 def check_training(
-    api: str, num_dp: int, num_tp: int, hidden: int, *, keeps: bool = False
+    api: str,
+    num_dp: int,
+    num_tp: int,
+    hidden: int,
+    *,
+    strategy: str = "FULL_SHARD",
+    num_replicas: int | None = None,
 ) -> None:
     """Train a model over the mesh and the unsharded one."""
+    options: dict[str, Any] = {
+        "build": functools.partial(ParallelModel, hidden=hidden),
+        "optimizer": adamw,
+        "num_replicas": num_replicas,
+    }
     both: Any
-    build = functools.partial(ParallelModel, hidden=hidden)
     with groups_destroyed():
         if api == "fully_shard":
-            reshards = False if keeps else None
-            options: dict[str, Any] = {"reshard_after_forward": reshards}
-            both = ParallelRows(num_dp, num_tp, build=build, optimizer=adamw, **options)
+            reshards = False if strategy == "SHARD_GRAD_OP" else None
+            options["reshard_after_forward"] = reshards
+            both = ParallelRows(num_dp, num_tp, **options)
         else:
-            strategy = "SHARD_GRAD_OP" if keeps else "FULL_SHARD"
-            both = ParallelFlat(
-                num_dp,
-                num_tp,
-                build=build,
-                optimizer=adamw,
-                use_orig_params=api == "FSDP",
-                sharding_strategy=ShardingStrategy[strategy],
-            )
+            options["use_orig_params"] = api == "FSDP"
+            options["sharding_strategy"] = ShardingStrategy[strategy]
+            both = ParallelFlat(num_dp, num_tp, **options)
         train_and_check(both)
         if api != "fully_shard":  # torch finds no largest element of an empty part
             both.clip(0.01, float("inf"))
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("api", ["FSDP", "FSDP flat", "fully_shard"])
+@pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("hidden", [10, 7])
-@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @distributed(world_size=4)
-def test_training(api: str, hidden: int, keeps: bool) -> None:
+def test_training(api: str, hidden: int, strategy: str) -> None:
     """2 x 2, with parts of equal and of different sizes."""
-    check_training(api, 2, 2, hidden, keeps=keeps)
+    check_training(api, 2, 2, hidden, strategy=strategy)
 
 
 @pytest.mark.bookkeeping
@@ -171,26 +174,11 @@ def test_what_a_rank_holds() -> None:
         assert sharded.blocks[0].norm.weight.placements == (Shard(0), Replicate())
 
 
+@pytest.mark.parametrize("api", ["FSDP", "fully_shard"])
 @distributed(world_size=4)
-def test_replicas() -> None:
+def test_replicas(api: str) -> None:
     """(replicate, shard, tp) = (2, 1, 2): the third dimension is tensor parallel."""
-    with groups_destroyed():
-        names = ("replicas", "shards", "parallel")
-        mesh = init_device_mesh(device_under_test(), (2, 1, 2), mesh_dim_names=names)
-        torch.manual_seed(0)
-        reference = ParallelModel()
-        model: Any = ParallelModel()
-        model.load_state_dict(reference.state_dict())
-        parallelize(model, mesh["parallel"])
-        shard_blocks(model, mesh["replicas", "shards"])
-        (inputs,) = tokens(seeded(0))
-        reference(inputs).sum().backward()
-        model(inputs).sum().backward()
-        expected = dict(reference.named_parameters())
-        for name, param in model.named_parameters():
-            assert param.device_mesh.mesh_dim_names == names
-            assert param.placements[0] == Replicate()
-            torch.testing.assert_close(param.grad.full_tensor(), expected[name].grad)
+    check_training(api, 1, 2, 10, strategy="HYBRID_SHARD", num_replicas=2)
 
 
 @distributed(world_size=4)

@@ -11,14 +11,13 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, StateDictType
 from torch.distributed.tensor import DTensor
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import checkpoint
 from helpers.distributed import distributed, varied
-from helpers.groups import device_under_test, groups_destroyed
+from helpers.groups import groups_destroyed
 from helpers.seeds import seeded
 from helpers.shared_folder import shared_folder
 from helpers.tensor_parallel import (
@@ -255,37 +254,3 @@ def test_refusals() -> None:
             FSDP(parallelize(ParallelModel(), tp))
         with pytest.raises(ValueError, match="not a part of the same mesh"):
             FSDP(parallelize(ParallelModel(), tp), device_mesh=dp)
-
-
-@distributed(world_size=4)
-def test_replicas_and_mixed_precision() -> None:
-    """(replicate, shard, tp) = (2, 1, 2); forward shows DTensors of param_dtype."""
-    with groups_destroyed():
-        names = ("flat_replicas", "flat_shards", "flat_parallel")
-        mesh = init_device_mesh(device_under_test(), (2, 1, 2), mesh_dim_names=names)
-        torch.manual_seed(0)
-        reference = ParallelModel()
-        model: Any = ParallelModel()
-        model.load_state_dict(reference.state_dict())
-        model = FSDP(
-            parallelize(model, mesh["flat_parallel"]),
-            device_mesh=mesh["flat_replicas", "flat_shards"],
-            sharding_strategy=ShardingStrategy.HYBRID_SHARD,
-            mixed_precision=MixedPrecision(torch.bfloat16, torch.float32),
-            use_orig_params=True,
-        )
-        seen: list[Any] = []
-        model.blocks[0].up.register_forward_pre_hook(
-            lambda m, _: seen.extend((m.weight.dtype, m.weight.to_local().dtype))
-        )
-        (inputs,) = tokens(seeded(0))
-        reference(inputs).sum().backward()
-        model(inputs).sum().backward()
-        assert seen == [torch.bfloat16] * 2
-        expected = dict(reference.named_parameters())
-        with FSDP.summon_full_params(model, with_grads=True):
-            for name, param in model.named_parameters():
-                grad = param.grad.full_tensor()
-                assert param.dtype == grad.dtype == torch.float32
-                error = (grad - expected[name].grad).norm()
-                assert error < 0.03 * expected[name].grad.norm(), name

@@ -213,18 +213,17 @@ def tokens(generator: torch.Generator) -> Inputs:
     return (torch.randint(0, VOCAB, (3, 5), generator=generator),)
 
 
-def two_meshes(num_dp: int, num_tp: int) -> tuple[DeviceMesh, DeviceMesh]:
-    """Return the data parallel and the tensor parallel part of one mesh."""
-    mesh = kept_mesh((num_dp, num_tp), ("dp", "tp"))
-    return mesh["dp"], mesh["tp"]
-
-
-def replicated_meshes(
-    num_replicas: int, num_dp: int, num_tp: int
+def two_meshes(
+    num_dp: int, num_tp: int, num_replicas: int | None = None
 ) -> tuple[DeviceMesh, DeviceMesh]:
-    """Return the (replicate, shard) part and the tensor parallel one of one mesh."""
-    names = ("replicas", "dp", "tp")
-    mesh = kept_mesh((num_replicas, num_dp, num_tp), names)
+    """Return the data parallel and the tensor parallel part of one mesh.
+
+    With ``num_replicas`` the first one is (replicate, shard).
+    """
+    if num_replicas is None:
+        mesh = kept_mesh((num_dp, num_tp), ("dp", "tp"))
+        return mesh["dp"], mesh["tp"]
+    mesh = kept_mesh((num_replicas, num_dp, num_tp), ("replicas", "dp", "tp"))
     return mesh["replicas", "dp"], mesh["tp"]
 
 
@@ -282,6 +281,11 @@ def shared_step(
     return loss.detach()
 
 
+def _place_in(dp: DeviceMesh) -> tuple[int, int]:
+    """Return rank and size: ranks of a tensor parallel group have the same batch."""
+    return int((dp.mesh == dist.get_rank()).flatten().nonzero()), dp.size()
+
+
 class ParallelRows(Rows):
     """A model over (dp, tp) under ``fully_shard`` and the unsharded one, in fp64."""
 
@@ -290,20 +294,20 @@ class ParallelRows(Rows):
         num_dp: int,
         num_tp: int,
         *,
+        num_replicas: int | None = None,
         build: Callable[[], nn.Module] = ParallelModel,
         optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = sgd,
         **options: Any,
     ) -> None:
         """Build both; ``options`` go to ``fully_shard``."""
-        self.dp, self.tp = two_meshes(num_dp, num_tp)
+        self.dp, self.tp = two_meshes(num_dp, num_tp, num_replicas)
         super().__init__(
             build,
             lambda model: shard_blocks(parallelize(model, self.tp), self.dp, **options),
             tokens,
             optimizer=optimizer,
         )
-        # Ranks of one tensor parallel group have the same batch.
-        self.rank, self.world_size = self.dp.get_local_rank(), num_dp
+        self.rank, self.world_size = _place_in(self.dp)
 
 
 class ParallelFlat(Differential):
@@ -320,14 +324,8 @@ class ParallelFlat(Differential):
         use_orig_params: bool = True,
         **options: Any,
     ) -> None:
-        """Build both; ``options`` go to the constructor.
-
-        With ``num_replicas`` the data parallel mesh is (replicate, shard).
-        """
-        if num_replicas is None:
-            self.dp, self.tp = two_meshes(num_dp, num_tp)
-        else:
-            self.dp, self.tp = replicated_meshes(num_replicas, num_dp, num_tp)
+        """Build both; ``options`` go to the constructor."""
+        self.dp, self.tp = two_meshes(num_dp, num_tp, num_replicas)
         super().__init__(
             lambda: build().double(),
             lambda model: FullyShardedDataParallel(
@@ -342,8 +340,7 @@ class ParallelFlat(Differential):
             optimizer=optimizer,
             tolerance=1e-8,
         )
-        self.world_size = self.dp.size()
-        self.rank = int((self.dp.mesh == dist.get_rank()).flatten().nonzero())
+        self.rank, self.world_size = _place_in(self.dp)
 
     def gather(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return whole parameters and gradients, from summoned DTensors."""
