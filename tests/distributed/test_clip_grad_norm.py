@@ -85,20 +85,6 @@ def test_norm_type_may_be_an_int_or_a_word() -> None:
 
 
 @distributed(world_size=2)
-def test_other_norm_and_fp64() -> None:
-    """P = 3, and fp64 gradients to their own precision."""
-    case = CASES["uneven"]
-    differential = Differential.of_units(
-        lambda: case.build().double(),
-        (),
-        lambda generator: tuple(t.double() for t in case.inputs(generator)),
-    )
-    differential.forward_backward()
-    differential.clip(0.01, 3.0)
-    differential.check()
-
-
-@distributed(world_size=2)
 def test_not_finite(rank: int) -> None:
     """A rank's infinite gradient shows in every rank's norm."""
     model = fsdp(Block(), use_orig_params=True)

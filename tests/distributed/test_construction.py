@@ -171,21 +171,6 @@ def test_parameters_keep_their_identity() -> None:
     assert all(isinstance(p, nn.Parameter) for p in sharded.parameters())
 
 
-@distributed(world_size=2)
-def test_optimizer_made_before_wrapping() -> None:
-    """The parameters are the same objects, so an old optimizer goes on working."""
-    case = CASES["mlp"]
-
-    def wrap(module: nn.Module) -> Any:
-        made.append(torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9))
-        return fsdp(module, units={Block}, use_orig_params=True)
-
-    made: list[torch.optim.Optimizer] = []
-    differential = Differential.of_case(case, wrap, use_orig_params=True)
-    differential.optimizer = made[0]
-    differential.train(3)
-
-
 @pytest.mark.parametrize("api", ["FSDP", "FSDP flat", "fully_shard"])
 @distributed(world_size=2)
 def test_model_is_freed(api: str) -> None:

@@ -44,7 +44,6 @@ class Trial:
     def run(
         self, action: str, place: str = "forward", **kwargs: Any
     ) -> dict[int, Report]:
-        """Return what the ranks were told."""
         scenario = Scenario(action, place, transport=self.transport, **kwargs)
         return self.starter.run(scenario, self.folder)
 
@@ -374,8 +373,8 @@ _IS_NCCL = TEST_DEVICE == "cuda" and not IS_FAKE
 
 @_cases(
     "action",
-    usual={"c10d": ("skip" if _IS_NCCL else "reorder",)},
-    rare={} if _IS_NCCL else {"shm": ("skip", "reorder"), "c10d": ("skip",)},
+    usual={"c10d": ("skip",) if _IS_NCCL else ("skip", "reorder")},
+    rare={} if _IS_NCCL else {"shm": ("skip", "reorder")},
 )
 def test_diverged(trial: Trial, action: str) -> None:
     """The victim fails too; all say where the ranks parted.
@@ -389,6 +388,8 @@ def test_diverged(trial: Trial, action: str) -> None:
     told = [r.message for r in reports.values() if "they first differ" in r.message]
     assert told if trial.transport == "nccl" else len(told) == len(reports)
     for message in told:
+        assert "different units" in message
+        assert "TORCH_DISTRIBUTED_DEBUG" in message
         parting = message.split("they first differ at #")[1]
         assert re.search(f"rank [02]: all_gather of unit '{ours}'", parting)
         assert re.search(f"rank 1: {theirs}", parting)

@@ -127,20 +127,6 @@ def test_trace_of_a_script_that_cannot_be_changed(
 
 
 @distributed(world_size=2)
-def test_reset() -> None:
-    """A failed forward on all ranks; the next steps are as if it had not been."""
-    model = _sharded(MLP(1))
-    _step(model)
-    handle = model.blocks[0].register_forward_hook(lambda *_: 1 // 0)
-    with pytest.raises(ZeroDivisionError):
-        _step(model)
-    handle.remove()
-    fsdp_c.reset(model)
-    _step(model)
-    assert fsdp_c.memory_stats(model)["num_units"] == 2
-
-
-@distributed(world_size=2)
 def test_nothing_sharded() -> None:
     for function in (explain, fsdp_c.memory_stats, fsdp_c.reset, trace.start):
         with pytest.raises(ValueError, match="no FullyShardedDataParallel module in"):

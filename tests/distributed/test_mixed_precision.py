@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from helpers.distributed import distributed, varied
 from helpers.impl import MixedPrecision, fsdp
-from helpers.models import CASES, Block
+from helpers.models import Block
 from helpers.reference import Differential, assert_same, with_model
 
 
@@ -138,15 +138,3 @@ def test_gradient_of_the_input(use_orig_params: bool) -> None:
     assert y.grad is not None
     assert x.grad.dtype == torch.float32
     assert_same("input gradient", x.grad, y.grad, 1e-6)
-
-
-@distributed(world_size=(2, 3))
-def test_double_precision() -> None:
-    """fp64 models stay fp64, to their own precision."""
-    case = CASES["mlp"]
-    differential = Differential.of_units(
-        lambda: case.build().double(),
-        set(case.unit_classes),
-        lambda generator: tuple(t.double() for t in case.inputs(generator)),
-    )
-    differential.train(3)

@@ -9,34 +9,8 @@ from torch import nn
 from helpers.distributed import distributed
 from helpers.impl import FSDP, fsdp
 from helpers.models import CASES, MLP, Block
-from helpers.reference import clean_name
 
 pytestmark = pytest.mark.bookkeeping
-
-
-@pytest.mark.parametrize("model", ["mlp", "uneven", "tied", "transformer", "unused"])
-@distributed(world_size=(2, 3))
-def test_names_inside_summon_full_params(model: str) -> None:
-    """Inside the context names and shapes are those of the unwrapped model."""
-    case = CASES[model]
-    reference = case.build()
-    sharded = fsdp(case.build(), units=case.unit_classes, use_orig_params=True)
-    expected = [(n, p.shape) for n, p in reference.named_parameters()]
-    with FSDP.summon_full_params(sharded):
-        names = [(n, p.shape) for n, p in sharded.named_parameters()]
-    assert names == expected
-    outside = [clean_name(n) for n, _ in sharded.named_parameters()]
-    assert outside == [n for n, _ in expected]
-
-
-@distributed(world_size=2)
-def test_names_of_buffers_inside_summon_full_params() -> None:
-    """Buffers too."""
-    module = nn.Sequential(nn.Linear(3, 5), nn.Sequential(nn.BatchNorm1d(5)))
-    expected = [n for n, _ in module.named_buffers()]
-    model = fsdp(module, units={nn.BatchNorm1d})
-    with FSDP.summon_full_params(model):
-        assert [n for n, _ in model.named_buffers()] == expected
 
 
 @distributed(world_size=2)

@@ -1,9 +1,9 @@
-"""Ranks that run their units in different orders: who is told what, and when."""
+"""Ranks that run their units in different orders: who is told what, and when.
 
-import contextlib
+Without the debug mode: test_failures.py.
+"""
+
 import warnings
-from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -11,17 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from helpers import distributed as helper
 from helpers.distributed import distributed, every_strategy
 from helpers.groups import hybrid_groups
 from helpers.impl import fsdp
 from helpers.models import BATCH, DIM, Block
 from helpers.orders import debugging
 from helpers.reference import Differential
-from helpers.rows import Rows, shard_units
-from helpers.transports import c10d_only
-
-GROUP_TIMEOUT_S = 3.0
+from helpers.rows import in_either_api
 
 
 class Ordered(nn.Module):
@@ -158,23 +154,6 @@ def test_equal_orders_pass(
         del differential, both, module
 
 
-def _make_either(api: str) -> Differential:
-    if api == "FSDP":
-        return _make("FULL_SHARD", use_orig_params=True)
-
-    def inputs(generator: torch.Generator) -> tuple[Tensor, ...]:
-        return (torch.randn(BATCH, DIM, generator=generator),)
-
-    return Rows(Ordered, lambda module: shard_units(module, {Block}), inputs)
-
-
-def _orders(differential: Differential) -> tuple[Any, ...]:
-    """Return the modules that know the order: the reference and the sharded one."""
-    return differential.reference, getattr(
-        differential.model, "module", differential.model
-    )
-
-
 @pytest.mark.each_value
 @pytest.mark.parametrize("api", ["FSDP", "fully_shard"])
 @pytest.mark.parametrize("where", ["all", "one"])
@@ -189,15 +168,14 @@ def test_a_new_order_is_told(rank: int, where: str, api: str) -> None:
         warnings.catch_warnings(record=True) as told,
     ):
         warnings.simplefilter("always")
-        differential = _make_either(api)
-        both = _orders(differential)
+        differential = in_either_api(api, Ordered, {Block})
+        model = differential.model
+        both: Any = (differential.reference, getattr(model, "module", model))
         differential.train(2)
         if where == "one":
             if rank == 1:
                 both[1].order = [0, 2, 1, 3]
-            dtype = next(differential.reference.parameters()).dtype
-            x = torch.ones(BATCH, DIM, dtype=dtype)
-            differential.model(x).sum().backward()
+            model(torch.ones(BATCH, DIM, dtype=torch.float64)).sum().backward()
         else:
             for module in both:
                 module.order = [3, 1, 0]
@@ -211,98 +189,9 @@ def test_a_new_order_is_told(rank: int, where: str, api: str) -> None:
             assert found[0].startswith(f"{words}{rank}. Collectives are unchecked")
             name = "blocks.3" if where == "all" else "blocks.2"
             assert f"'{name}' runs where unit " in found[0]
-        del differential, both
+        del differential, model, both
 
 
 def _of_orders(told: list[warnings.WarningMessage]) -> list[str]:
     messages = [str(each.message) for each in told]
     return [each for each in messages if each.startswith("Forward order")]
-
-
-@contextlib.contextmanager
-def _impatient_group() -> Iterator[dist.ProcessGroup]:
-    """Yield a group of all ranks, over c10d, whose collectives time out soon."""
-    group = dist.new_group(timeout=timedelta(seconds=GROUP_TIMEOUT_S), backend="gloo")
-    try:
-        with c10d_only():
-            yield group
-    finally:
-        dist.destroy_process_group(group)
-
-
-def _wrap(group: dist.ProcessGroup) -> Any:
-    return fsdp(Ordered(), process_group=group, units={Block}, use_orig_params=True)
-
-
-def _skips_in_eval(rank: int, world_size: int) -> None:
-    """Rank 1 skips a block: the others wait for it in the last one."""
-    with _impatient_group() as group:
-        model = _wrap(group)
-        if rank == 1:
-            model.module.order = [0, 1, 2]
-        with torch.no_grad():
-            if rank == 1:
-                model(torch.ones(BATCH, DIM))
-            else:
-                message = _failure(model, torch.ones(BATCH, DIM))
-                assert "What each rank issued last" in message
-                assert "blocks.3" in message
-                assert "rank 1: no answer" in message
-        dist.barrier()
-        del model
-
-
-def _skips_in_training(rank: int, world_size: int) -> None:
-    """Rank 1 is in backward already: all wait, all say where."""
-    with _impatient_group() as group:
-        model = _wrap(group)
-        if rank == 1:
-            model.module.order = [0, 1]
-        x = torch.ones(BATCH, DIM, requires_grad=True)
-        message = _failure(model, x, backward=True)
-        assert "What each rank issued last" in message
-        assert "different units" in message
-        assert "no answer" not in message
-        assert "rank 0: " in message
-        assert "rank 1: " in message
-        assert "blocks." in message
-        assert "TORCH_DISTRIBUTED_DEBUG" in message
-        dist.barrier()
-        del model
-
-
-def _is_dead(rank: int, world_size: int) -> None:
-    """Rank 1 does not come again: the others say so."""
-    with _impatient_group() as group:
-        model = _wrap(group)
-        with torch.no_grad():
-            model(torch.ones(BATCH, DIM))
-        if rank != 1:
-            message = _failure(model, torch.ones(BATCH, DIM))
-            assert "rank 1: no answer" in message
-            assert "blocks.0" in message
-        dist.barrier()
-        del model
-
-
-@pytest.mark.cpu_only("the host waits for gloo's collectives, and is told there")
-@pytest.mark.parametrize(
-    ("body", "world_size"),
-    [
-        pytest.param(_skips_in_eval, 3, marks=pytest.mark.only_full),
-        (_skips_in_training, 2),
-        pytest.param(
-            _is_dead, 3, marks=pytest.mark.only_full
-        ),  # in a push: test_failures.py
-    ],
-)
-def test_post_mortem(world_size: int, body: Callable[..., None]) -> None:
-    """Without the debug mode: when the group's timeout is over."""
-    try:
-        helper.run_task(body, world_size, {}, timeout_s=40.0)
-    finally:
-        # A group that failed is not asked to serve the next test.
-        key = world_size, helper.TEST_DEVICE, False
-        pool = helper._pools.pop(key, None)
-        if pool is not None:
-            pool.close()
