@@ -75,8 +75,6 @@ static inline fsdp_status mutated_join_host(fsdp_engine *engine,
 
 @dataclass(frozen=True)
 class Site:
-    """One call."""
-
     path: Path
     offset: int
     call: str
@@ -94,7 +92,6 @@ class Site:
         return f"{self.path.name}:{line} {self.function}: {call}"
 
     def mutated(self) -> str:
-        """Return the file's text with this call replaced."""
         text = self.path.read_text()
         stand_in = {**PORT_CALLS, **LANE_CALLS}[self.call]
         return text[: self.offset] + stand_in + text[self.offset + len(self.call) :]
@@ -117,7 +114,6 @@ def find_sites(names: list[str]) -> Iterator[Site]:
 
 
 def run(*command: str) -> None:
-    """Run a compiler."""
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         sys.exit(f"failed: {' '.join(command)}\n{result.stderr}")
@@ -147,7 +143,6 @@ class Bench:
         }
 
     def compile(self, path: Path) -> None:
-        """Compile a file of the tree, or its rewritten copy."""
         copy = self.folder / path.name
         source = copy if path.name == "recorder_races.c" else path
         run("gcc", *FLAGS, "-c", str(source), "-o", str(self.folder / f"{path.stem}.o"))

@@ -86,8 +86,6 @@ def test_only_the_table_is_exported(library: Path) -> None:
 
 
 class Error(ctypes.Structure):
-    """The C core's ``fsdp_error``."""
-
     _fields_ = (
         ("status", ctypes.c_int),
         ("line", ctypes.c_int),

@@ -28,14 +28,10 @@ needs_a_gpu = pytest.mark.skipif(
 
 
 class Dtype(ctypes.Structure):
-    """``fsdp_dtype``."""
-
     _fields_ = (("code", ctypes.c_int32), ("itemsize", ctypes.c_int32))
 
 
 class PackItem(ctypes.Structure):
-    """``fsdp_pack_item``."""
-
     _fields_ = (
         ("to", ctypes.c_void_p),
         ("to_dtype", Dtype),
@@ -48,8 +44,6 @@ class PackItem(ctypes.Structure):
 
 
 class Span(ctypes.Structure):
-    """``fsdp_host_span``."""
-
     _fields_ = (("data", ctypes.c_void_p), ("dtype", Dtype), ("numel", ctypes.c_int64))
 
 
@@ -58,8 +52,6 @@ Function = ctypes.CFUNCTYPE
 
 
 class Table(ctypes.Structure):
-    """``fsdp_cuda_kernels``."""
-
     _fields_ = (
         ("version", ctypes.c_int64),
         (

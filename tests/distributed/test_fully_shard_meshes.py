@@ -69,7 +69,6 @@ def make_mesh(**sizes: int) -> tuple[DeviceMesh, Callable[[str], str]]:
 
 
 def vectors(generator: torch.Generator) -> Inputs:
-    """Return a batch of vectors."""
     return (torch.randn(4, 6, generator=generator),)
 
 

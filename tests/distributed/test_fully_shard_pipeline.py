@@ -56,7 +56,6 @@ def test_whole_backward_of_sharded_parameters(name: str) -> None:
 
 
 def make_meshes(name: str, reshards: bool) -> tuple[Any, Any]:
-    """Return those of the pipeline and of the data."""
     # Names of their own: torch caches groups, which are destroyed, by equal meshes.
     kind = f"{name}_{reshards}".replace(" ", "_")
     names = (f"pp_{kind}", f"dp_{kind}")

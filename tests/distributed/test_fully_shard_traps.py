@@ -29,7 +29,6 @@ DIM = 6
 
 
 def vectors(generator: torch.Generator) -> Inputs:
-    """Return a batch whose sum's sign differs between ranks."""
     return (torch.randn(4, DIM, generator=generator),)
 
 
@@ -55,7 +54,6 @@ def shard_layers(module: nn.Module, **options: Any) -> Any:
 
 
 def pair(build: Callable[[], nn.Module] = Layers, **options: Any) -> Rows:
-    """Return both models."""
     return Rows(build, lambda module: shard_layers(module, **options), vectors)
 
 

@@ -54,7 +54,6 @@ class SomeRanks(Differential):
     """Adds to each rank's batch which blocks it uses; each is used by some rank."""
 
     def batches(self) -> list[Inputs]:
-        """Return the next batch of every rank."""
         batches = super().batches()
         generator = seeded(self.num_batches)
         uses = torch.randint(2, (len(batches), NUM_BLOCKS), generator=generator)

@@ -65,7 +65,6 @@ class _Page:
     """What is there before the first block of a page, and what is checked."""
 
     def __init__(self, rank: int, world_size: int, folder: str) -> None:
-        """Make the names that any block may use."""
         import fsdp_c
 
         model = fsdp(MLP(), auto_wrap_policy=POLICY, use_orig_params=True)

@@ -95,7 +95,6 @@ def run(world_size: int, dim: int) -> None:
 
 
 def main() -> None:
-    """Be rank 0 alone, or fork all ranks."""
     world_size, dim = map(int, sys.argv[1:])
     if is_alone():
         join_alone(world_size)

@@ -263,7 +263,6 @@ def run_rank(rank: int, store: str, scenario: str) -> None:
 
 
 def main() -> None:
-    """Fork the ranks; fail if one does."""
     folder = tempfile.mkdtemp()
     pids = []
     for rank in range(WORLD_SIZE):

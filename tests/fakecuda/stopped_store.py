@@ -65,7 +65,6 @@ def _rank(rank: int, folder: Path, place: str) -> None:
 
 
 def main() -> None:
-    """Fork the ranks; wait for rank 1."""
     folder, place = Path(sys.argv[1]), sys.argv[2]
     pids = []
     for rank in range(2):

@@ -195,7 +195,6 @@ class Pool:
 
     @property
     def pids(self) -> list[int]:
-        """The workers' process ids, in rank order."""
         return [worker.process.pid or 0 for worker in self._workers]
 
     def run(

@@ -53,7 +53,6 @@ def _fork(body: Callable[[], None]) -> int:
 
 
 def _wait(child: int) -> int:
-    """Return the child's status, killing it if it takes too long."""
     deadline = time.monotonic() + LONGEST_S
     while time.monotonic() < deadline:
         ended, status = os.waitpid(child, os.WNOHANG)
@@ -241,7 +240,6 @@ def sweep(folder: Path, stride: int) -> None:
 
 
 def main(words: list[str]) -> None:
-    """Run one of the two."""
     torch.set_num_threads(1)
     folder = Path(words[0]) / "checkpoints"
     folder.mkdir()

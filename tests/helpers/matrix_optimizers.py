@@ -16,7 +16,6 @@ class Shampoo(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Step each matrix; other shapes as SGD does."""
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is None:
@@ -47,7 +46,6 @@ class TensorNorm(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Step each tensor."""
         for group in self.param_groups:
             group["num_steps"] += 1
             for param in group["params"]:
@@ -82,7 +80,6 @@ class BlockwiseAdam(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Step each tensor, of any shape."""
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is None or param.numel() == 0:

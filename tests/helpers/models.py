@@ -78,8 +78,6 @@ class Uneven(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with two heads."""
-
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.qkv = nn.Linear(dim, 3 * dim)
@@ -96,8 +94,6 @@ class Attention(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """A pre-norm transformer block."""
-
     def __init__(self, dim: int = 8) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(dim)
@@ -336,7 +332,6 @@ class Outputs(nn.Module):
 
 
 def tensors_of(output: Any) -> list[Tensor]:
-    """Return the tensors of a nested output, in order."""
     if isinstance(output, Tensor):
         return [output]
     if is_dataclass(output) and not isinstance(output, type):
@@ -361,24 +356,19 @@ def loss_of(output: Any) -> Tensor:
 
 
 def vectors(generator: torch.Generator) -> Inputs:
-    """Return ``[BATCH, DIM]``."""
     return (torch.randn(BATCH, DIM, generator=generator),)
 
 
 def tokens(generator: torch.Generator) -> Inputs:
-    """Return ``[BATCH, 5]`` token ids."""
     return (torch.randint(0, VOCAB, (BATCH, 5), generator=generator),)
 
 
 def images(generator: torch.Generator) -> Inputs:
-    """Return ``[BATCH, 2, 6, 6]``."""
     return (torch.randn(BATCH, 2, 6, 6, generator=generator),)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its inputs and its units."""
-
     build: Callable[[], nn.Module]
     inputs: Callable[[torch.Generator], Inputs]
     unit_classes: frozenset[type[nn.Module]]

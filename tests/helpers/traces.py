@@ -58,7 +58,6 @@ class Writer:
         self.spans.append(Span(begin, self.now, kind, unit, **more))
 
     def gather(self, unit: int, times: Times, *, is_ahead: bool) -> int:
-        """Start an unshard; return its sequence."""
         sequence = self.sequence
         self.sequence += 1
         with self.span("unshard", unit, is_ahead=is_ahead):

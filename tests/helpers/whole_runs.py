@@ -142,7 +142,6 @@ class Run:
                 param.grad = None if grad is None else grad.to(param.device)
 
     def step(self, number: int) -> None:
-        """Train on one batch."""
         self.optimizer.zero_grad()
         self.plain.zero_grad()
         self.backward(number)
@@ -151,7 +150,6 @@ class Run:
             each.step()
 
     def check(self) -> None:
-        """Compare all parameters, to the bit."""
         values = wholes_of(self.model)
         for name, param in self.plain.named_parameters():
             value = values[name]

@@ -106,7 +106,6 @@ class Source(NamedTuple):
 
 @cache
 def source_of(path: Path) -> Source:
-    """Return what is in the file ``path``."""
     text = blank(path.read_text())
     found = list(definitions_in(DIRECTIVE.sub("", text)))
     found += [
@@ -130,7 +129,6 @@ class Names(NamedTuple):
 
 @cache
 def names() -> Names:
-    """Return the names of all files."""
     functions: dict[str, Path] = {}
     methods: dict[str, set[Path]] = {}
     inlines: dict[str, list[str]] = {}
@@ -179,7 +177,6 @@ def uses_of(path: Path) -> dict[Path, str]:
 
 
 def sources() -> list[Path]:
-    """Return the files that are compiled by themselves."""
     return [path for path in FILES if is_source(path)]
 
 
@@ -205,7 +202,6 @@ def circles_of(graph: dict[Path, set[Path]]) -> list[frozenset[Path]]:
 
 
 def circles() -> dict[frozenset[str], str]:
-    """Return the circles of all rooms, with the calls that close each."""
     found = {}
     for room in ROOMS:
         files = {path for path in sources() if room_of(path) == room}

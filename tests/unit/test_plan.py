@@ -66,12 +66,10 @@ class Net(nn.Module):
 
 
 def make() -> nn.Module:
-    """A factory without inputs."""
     return Net()
 
 
 def make_with_inputs() -> tuple[nn.Module, Tensor]:
-    """A factory with inputs."""
     return Net(), torch.zeros(1, TOKENS, dtype=torch.long)
 
 
@@ -81,12 +79,10 @@ def make_reversed() -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 def make_nothing() -> int:
-    """No factory of a model."""
     return 3
 
 
 def make_raising() -> nn.Module:
-    """A factory that fails."""
     raise RuntimeError("no luck")
 
 
@@ -102,14 +98,12 @@ def _no_group() -> Any:
 
 
 def run(capsys: Any, *words: str) -> tuple[int, str, str]:
-    """Run the command; return status, output and errors."""
     status = main(["plan", *words])
     captured = capsys.readouterr()
     return status, captured.out, captured.err
 
 
 def plan(source: str = SOURCE, world_size: int = 4, **options: Any) -> RankPlan:
-    """Return the plan of one world size."""
     return plan_model(find_model(source), [world_size], **options).ranks[0]
 
 

@@ -32,7 +32,6 @@ def make() -> nn.Module:
 
 
 def plan(optimizer: str, world_size: int = 4, **options: Any) -> RankPlan:
-    """Return a plan of the first rank."""
     source = ModelSource("net", lambda _batch, _sequence: (Net(), None))
     settings = Settings(on_cpu=True, optimizer=optimizer)
     sharding = Sharding(use_orig_params=True, **options)

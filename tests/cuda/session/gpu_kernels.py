@@ -81,7 +81,6 @@ class Library:
         *,
         add: bool = False,
     ) -> Body:
-        """Return a call that packs ``sources`` into ``target``."""
         numels = [source.numel() for source in sources]
         targets = target[: sum(numels)].split(numels)
         items = kernels.items_of(targets, sources, [add] * len(sources))
@@ -91,7 +90,6 @@ class Library:
         return functools.partial(_checked, call, [sources, target, items])
 
     def norm(self, data: Sequence[Tensor]) -> Body:
-        """Return a call that computes the 2-norm of ``data``."""
         spans = kernels.spans_of(data)
         nbytes = ctypes.c_int64()
         _checked(
@@ -107,7 +105,6 @@ class Library:
         return functools.partial(_checked, call, [data, spans, scratch, out])
 
     def scale(self, data: Sequence[Tensor], factor: Tensor) -> Body:
-        """Return a call that multiplies ``data`` by ``factor``."""
         spans = kernels.spans_of(data)
         call = functools.partial(
             self.table.scale, *(spans, len(spans), factor.data_ptr(), self.stream, None)
@@ -122,8 +119,6 @@ def _checked(call: Callable[[], int], kept: object = None) -> None:
 
 
 class Report:
-    """Prints rows, with their share of what a copy reaches."""
-
     def __init__(self, ceiling: float) -> None:
         self.ceiling = ceiling
 
@@ -197,7 +192,6 @@ def measure_host(library: Library) -> None:
 
 
 def main() -> int:
-    """Print all rows."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--library",

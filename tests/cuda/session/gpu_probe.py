@@ -71,8 +71,6 @@ def parse_args() -> argparse.Namespace:
 
 
 class Worker:
-    """One rank."""
-
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.rank = int(os.environ["RANK"])
@@ -263,7 +261,6 @@ def run_job(args: argparse.Namespace, folder: Path) -> Json:
 
 
 def main() -> int:
-    """Run one job; return 0 if it went as it should."""
     args = parse_args()
     if args.worker is not None:
         return run_worker(args)
