@@ -291,7 +291,7 @@ FAULTS = (
     bridge_fault(
         "a post-mortem waits for the store without an end",
         "PostMortem::publish_and_collect",
-        ("kLimit + 10 * kPoll", "MUTANT ? std::chrono::hours(1) : limit + 10 * kPoll"),
+        ("kLimit + 10 * kPoll", "MUTANT ? std::chrono::hours(1) : kLimit + 10 * kPoll"),
         "test_failures.py",
     ),
     bridge_fault(
