@@ -1,5 +1,6 @@
 """explain: a row per unit, with dtypes and sizes."""
 
+import math
 from typing import Any
 
 import pytest
@@ -7,9 +8,11 @@ import torch
 from torch import nn
 
 import fsdp_c
+from fsdp_c import MixedPrecisionPolicy
 from helpers.distributed import distributed
 from helpers.impl import MixedPrecision, fsdp
-from helpers.models import MLP, Block
+from helpers.models import DIM, MLP, Block
+from helpers.rows import shard_units
 
 pytestmark = pytest.mark.bookkeeping
 
@@ -19,36 +22,48 @@ BLOCK_NUMEL = 6 * 10 + 10 + 10 * 6 + 6
 ROOT_NUMEL = (6 * 6 + 6) + (6 * 3 + 3)
 
 
+@pytest.mark.parametrize("api", ["FSDP", "fully_shard"])
 @distributed(world_size=(2, 3))
-def test_mixed_precision(world_size: int) -> None:
-    """Dtypes of every stage; sizes agree with the parameters."""
-    model = fsdp(
-        MLP(2),
-        units={Block},
-        mixed_precision=MixedPrecision(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-        ),
-        use_orig_params=True,
-    )
+def test_mixed_precision(world_size: int, api: str) -> None:
+    """Dtypes of every stage; sizes agree with the parameters, also on meta."""
+
+    def make() -> Any:
+        if api == "FSDP":
+            precision = MixedPrecision(torch.bfloat16, torch.float32)
+            return fsdp(
+                MLP(2), units={Block}, mixed_precision=precision, use_orig_params=True
+            )
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        return shard_units(MLP(2), [Block], mp_policy=policy)
+
+    model = make()
     plan = explain(model)
     assert [unit.name for unit in plan.units] == ["", "blocks.0", "blocks.1"]
+    root = "FULL_SHARD" if api == "FSDP" else "SHARD_GRAD_OP"
+    assert [u.strategy for u in plan.units] == [root, "FULL_SHARD", "FULL_SHARD"]
     for unit in plan.units:
-        assert unit.strategy == "FULL_SHARD"
         assert unit.world_size == world_size
-        assert unit.master_dtypes == (torch.float32,)
+        assert unit.master_dtypes == unit.reduce_dtypes == (torch.float32,)
         assert unit.compute_dtypes == (torch.bfloat16,)
-        assert unit.reduce_dtypes == (torch.float32,)
         assert unit.buffer_dtypes == ()
         assert unit.frozen_share == 0.0
         padded_numel = unit.numel + unit.padding_numel
         assert unit.shard_nbytes * world_size == 4 * padded_numel
     assert [unit.numel for unit in plan.units] == [ROOT_NUMEL, BLOCK_NUMEL, BLOCK_NUMEL]
     assert plan.numel == ROOT_NUMEL + 2 * BLOCK_NUMEL
-    shards = [
-        s for each in model.fsdp_modules(model) for s in each._sharded.unit.shards
-    ]
-    assert plan.shard_nbytes == sum(shard.nbytes for shard in shards)
     assert plan.padding_numel == sum(unit.padding_numel for unit in plan.units)
+    if api == "fully_shard":
+        shapes = [param.shape for param in model.parameters()]
+        rows = [-(-shape[0] // world_size) * world_size for shape in shapes]
+        padded = [n * math.prod(s[1:]) for n, s in zip(rows, shapes, strict=True)]
+        assert plan.numel + plan.padding_numel == sum(padded)
+    model(torch.ones(4, DIM)).sum().backward()
+    assert explain(model) == plan
+    assert fsdp_c.memory_stats(model)["shard_nbytes"] == plan.shard_nbytes
+    assert fsdp_c.memory_stats(model)["num_units"] == 3
+    if api == "fully_shard":
+        with torch.device("meta"):
+            assert explain(make()) == plan
 
 
 @distributed(world_size=2)
@@ -97,12 +112,3 @@ def test_without_parameters() -> None:
     """A unit may be empty."""
     (unit,) = explain(fsdp(nn.ReLU())).units
     assert (unit.numel, unit.shard_nbytes, unit.frozen_share) == (0, 0, 0.0)
-
-
-@distributed(world_size=2)
-def test_errors() -> None:
-    """What is not a wrapped model is named."""
-    with pytest.raises(TypeError, match="int"):
-        explain(3)
-    with pytest.raises(ValueError, match="Linear"):
-        explain(nn.Linear(2, 2))

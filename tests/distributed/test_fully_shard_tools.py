@@ -1,4 +1,4 @@
-"""explain, trace, memory_stats and reset of models that fully_shard() sharded."""
+"""explain, trace and the other API's functions, of what fully_shard() sharded."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,13 +13,14 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 import fsdp_c
-from fsdp_c import MixedPrecisionPolicy, fully_shard, trace
+from fsdp_c import trace
 from fsdp_c._engines.engine import engine_listeners
 from fsdp_c.trace import _automatic
 from fsdp_c.trace._lanes import lanes_of
 from helpers.distributed import distributed
 from helpers.groups import device_under_test, groups_destroyed
 from helpers.models import DIM, MLP, Block
+from helpers.rows import shard_units
 
 pytestmark = pytest.mark.bookkeeping
 
@@ -27,44 +28,12 @@ explain: Any = fsdp_c.explain
 
 
 def _sharded(model: nn.Module, **options: Any) -> Any:
-    for module in list(model.modules()):
-        if isinstance(module, Block):
-            fully_shard(module, **options)
-    return fully_shard(model, **options)
+    return shard_units(model, [Block], **options)
 
 
 def _step(model: Any) -> None:
     model(torch.ones(4, DIM)).sum().backward()
     model.zero_grad()
-
-
-@distributed(world_size=(2, 3))
-def test_explain(world_size: int) -> None:
-    """The same before there are units and afterwards, and on meta."""
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    model = _sharded(MLP(2), mp_policy=policy)
-    table = explain(model)
-    assert [unit.name for unit in table.units] == ["", "blocks.0", "blocks.1"]
-    assert table.numel == sum(param.numel() for param in model.parameters())
-    for unit, name in zip(
-        table.units, ("SHARD_GRAD_OP", "FULL_SHARD", "FULL_SHARD"), strict=True
-    ):
-        assert unit.strategy == name
-        assert unit.world_size == world_size
-        assert unit.master_dtypes == unit.reduce_dtypes == (torch.float32,)
-        assert unit.compute_dtypes == (torch.bfloat16,)
-        padded_numel = unit.numel + unit.padding_numel
-        assert unit.shard_nbytes * world_size == 4 * padded_numel
-    rows = [-(-param.shape[0] // world_size) for param in model.parameters()]
-    row_numels = [param[0].numel() for param in model.parameters()]
-    padded = sum(r * n for r, n in zip(rows, row_numels, strict=True)) * world_size
-    assert table.numel + table.padding_numel == padded
-    _step(model)
-    assert explain(model) == table
-    assert fsdp_c.memory_stats(model)["shard_nbytes"] == table.shard_nbytes
-    assert fsdp_c.memory_stats(model)["num_units"] == 3
-    with torch.device("meta"):
-        assert explain(_sharded(MLP(2), mp_policy=policy)) == table
 
 
 @distributed(world_size=4)

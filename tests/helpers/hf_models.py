@@ -13,6 +13,12 @@ VOCABULARY = 64
 LENGTH = 12
 # For generate(): padding, and two tokens that end or begin a sequence.
 PAD, BOS, EOS = 0, 1, 2
+TOKENS: dict[str, int] = {
+    "vocab_size": VOCABULARY,
+    "pad_token_id": PAD,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+}
 
 Data = list[dict[str, torch.Tensor]]
 
@@ -22,7 +28,7 @@ def llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
+        **TOKENS,
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=3,
@@ -30,9 +36,6 @@ def llama() -> nn.Module:
         num_key_value_heads=2,
         max_position_embeddings=64,
         tie_word_embeddings=False,
-        pad_token_id=PAD,
-        bos_token_id=BOS,
-        eos_token_id=EOS,
     )
     return LlamaForCausalLM(config)
 
@@ -42,7 +45,7 @@ def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        vocab_size=VOCABULARY,
+        **TOKENS,
         n_embd=32,
         n_layer=2,
         n_head=4,
@@ -50,9 +53,6 @@ def gpt2() -> nn.Module:
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
-        pad_token_id=PAD,
-        bos_token_id=BOS,
-        eos_token_id=EOS,
     )
     return GPT2LMHeadModel(config)
 
@@ -62,7 +62,7 @@ def t5() -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
-        vocab_size=VOCABULARY,
+        **TOKENS,
         d_model=32,
         d_kv=8,
         d_ff=48,
@@ -70,8 +70,6 @@ def t5() -> nn.Module:
         num_decoder_layers=2,
         num_heads=4,
         dropout_rate=0.0,
-        pad_token_id=PAD,
-        eos_token_id=EOS,
         decoder_start_token_id=PAD,
     )
     return T5ForConditionalGeneration(config)
