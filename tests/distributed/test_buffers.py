@@ -110,34 +110,6 @@ def test_no_buffer_dtype_casts_nothing() -> None:
     assert net.scale.dtype == torch.float64
 
 
-@pytest.mark.parametrize("value", ["1", "0", None])
-@distributed(world_size=2)
-def test_full_precision_in_eval(value: str | None) -> None:
-    """The environment variable is read when the model is wrapped."""
-    with pytest.MonkeyPatch.context() as patch:
-        if value is None:
-            patch.delenv("FSDP_USE_FULL_PREC_IN_EVAL", raising=False)
-        else:
-            patch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", value)
-        net = Net()
-        model = fsdp(
-            net,
-            units={Shift},
-            mixed_precision=MixedPrecision(
-                param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16
-            ),
-        )
-    in_eval = torch.float32 if value == "1" else torch.bfloat16
-    x = torch.randn(4, 6)
-    for mode in (True, False, True, False):
-        model.train(mode)
-        model(x)
-        dtype = torch.bfloat16 if mode else in_eval
-        assert net.first.module.seen[-1] == dtype, mode
-        assert net.second.module.seen[-1] == dtype, mode
-        assert full_state_dict(model)["first.shift"].dtype == torch.float32
-
-
 @distributed(world_size=2)
 def test_wrapped_in_eval_mode() -> None:
     """The first forward of all is one in eval mode."""

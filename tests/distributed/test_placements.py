@@ -198,7 +198,7 @@ def test_nothing_leaks() -> None:
         gc.collect()
         types = (Layout, Placement, _native.Unit)
         before = [sys.getrefcount(each) for each in types]
-        for _ in range(200):
+        for _ in range(40):
             act()
         gc.collect()
         assert [sys.getrefcount(each) for each in types] == before
