@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_c import fully_shard
 from helpers.distributed import distributed
-from helpers.models import MLP, Block, vectors
+from helpers.models import MLP, Block, Chain, vectors
 from helpers.rows import Rows, shard_units
 
 
@@ -36,21 +36,12 @@ class _Gathers:
         return found
 
 
-class _Chain(nn.Module):
-    """Four blocks, which run in turn."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 def _chain() -> tuple[Rows, Any]:
-    both = Rows(_Chain, lambda model: shard_units(model, [Block]), vectors)
+    both = Rows(
+        lambda: Chain(Block() for _ in range(4)),
+        lambda model: shard_units(model, [Block]),
+        vectors,
+    )
     return both, both.model.blocks
 
 

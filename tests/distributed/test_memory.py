@@ -25,7 +25,7 @@ from helpers.impl import (
     fsdp,
     memory_stats,
 )
-from helpers.models import CASES, Block, loss_of, vectors
+from helpers.models import CASES, Block, Chain, loss_of, vectors
 from helpers.seeds import generator
 from helpers.transports import num_scratches
 
@@ -141,21 +141,12 @@ def _step(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
     optimizer.step()
 
 
-class _Chain(nn.Module):
-    """Equal units, nothing else."""
-
-    def __init__(self, num_blocks: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(6, 10) for _ in range(num_blocks))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+def _blocks(number: int) -> Chain:
+    return Chain(Block(6, 10) for _ in range(number))
 
 
 def _chain(num_blocks: int, **kwargs: Any) -> Any:
-    return fsdp(_Chain(num_blocks), units={Block}, use_orig_params=True, **kwargs)
+    return fsdp(_blocks(num_blocks), units={Block}, use_orig_params=True, **kwargs)
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
@@ -268,7 +259,7 @@ def test_arena_of_frozen_layers(
     grad_nbytes = _block_nbytes(block.fc2.parameters(), world_size)
     (x,) = vectors(generator(rank))
     for depth in (5, 9):
-        module = _Chain(depth)
+        module = _blocks(depth)
         for each in module.blocks:
             each.fc1.requires_grad_(False)
         model = fsdp(

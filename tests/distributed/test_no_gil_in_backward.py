@@ -12,20 +12,11 @@ from torch import Tensor, nn
 
 from helpers.distributed import distributed, every_strategy
 from helpers.impl import BackwardPrefetch, ShardingStrategy, fsdp
-from helpers.models import Block, loss_of
+from helpers.models import DIM, Block, Chain, loss_of
 
 
-class _Deep(nn.Module):
-    """Many blocks."""
-
-    def __init__(self, num_blocks: int = 10, dim: int = 6) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(dim, 2 * dim) for _ in range(num_blocks))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+def _deep(num_blocks: int = 10, dim: int = DIM) -> Chain:
+    return Chain(Block(dim, 2 * dim) for _ in range(num_blocks))
 
 
 def _sharded(model: nn.Module, use_orig_params: bool, **kwargs: Any) -> Any:
@@ -36,7 +27,7 @@ def _sharded(model: nn.Module, use_orig_params: bool, **kwargs: Any) -> Any:
 @distributed(world_size=2)
 def test_python_thread_runs_during_backward(use_orig_params: bool) -> None:
     """A thread counts while the main thread is in a long backward."""
-    model = _sharded(_Deep(6, 256), use_orig_params)
+    model = _sharded(_deep(6, 256), use_orig_params)
     x = torch.randn(512, 256)
     loss_of(model(x)).backward()
     loss = loss_of(model(x))
@@ -80,7 +71,7 @@ def test_backward_reaches_the_input_while_a_thread_keeps_the_gil(
     the last thing that backward computes, has changed. The graph is retained: to
     free a saved tensor that Python has seen takes the GIL, with any model.
     """
-    model: Any = _Deep()
+    model: Any = _deep()
     if kind == "sharded":
         model = _sharded(
             model, use_orig_params, sharding_strategy=ShardingStrategy[strategy]
@@ -157,12 +148,12 @@ def test_no_python_frame_runs(
     backward_prefetch: str | None, strategy: str, use_orig_params: bool
 ) -> None:
     """The same frames as for the bare model: those of `Tensor.backward` itself."""
-    bare = _Deep(4)
+    bare = _deep(4)
     x = torch.randn(4, 6)
     for _ in range(2):
         expected = _frames_of_backward(loss_of(bare(x)))
     model = _sharded(
-        _Deep(4),
+        _deep(4),
         use_orig_params,
         sharding_strategy=ShardingStrategy[strategy],
         backward_prefetch=backward_prefetch and BackwardPrefetch[backward_prefetch],

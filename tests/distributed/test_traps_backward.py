@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from helpers.distributed import TEST_DEVICE, distributed, every_strategy
 from helpers.impl import BackwardPrefetch, assert_idle, memory_stats, unit_states
-from helpers.models import DIM, Block, loss_of
+from helpers.models import DIM, Block, Chain, loss_of
 from helpers.reference import Differential, with_model
 
 
@@ -25,17 +25,8 @@ class _Passes(Block):
         return super().forward(x) if self.uses_params else x * 2.0
 
 
-class _Chain(nn.Module):
-    """Blocks of one class, nothing else."""
-
-    def __init__(self, block: type[nn.Module] = Block, num_blocks: int = 4) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(block() for _ in range(num_blocks))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+def _chain(block: type[nn.Module] = Block, num_blocks: int = 4) -> Chain:
+    return Chain(block() for _ in range(num_blocks))
 
 
 @pytest.mark.each_value
@@ -43,7 +34,7 @@ class _Chain(nn.Module):
 @every_strategy
 @pytest.mark.parametrize("where", ["one unit", "all units"])
 @distributed(world_size=(2, 3))
-@with_model(lambda: _Chain(_Passes), {_Passes})
+@with_model(lambda: _chain(_Passes), {_Passes})
 def test_unit_gets_no_gradient(
     differential: Differential, rank: int, where: str
 ) -> None:
@@ -116,7 +107,7 @@ def test_first_unit_without_a_gradient_of_its_input(
     """The units that run first are reduced and resharded whatever the input is."""
 
     def build() -> nn.Module:
-        model = _Chain()
+        model = _chain()
         for block in model.blocks[:num_frozen]:
             block.requires_grad_(False)
         return model
@@ -261,7 +252,7 @@ def test_backward_gathers_in_reverse_post_forward_order(prefetch: str | None) ->
     prefetched at the end of a unit is the next outer one alone.
     """
     differential = Differential.of_units(
-        lambda: _Chain(_Outer, 2),
+        lambda: _chain(_Outer, 2),
         {Block, _Outer},
         backward_prefetch=prefetch and BackwardPrefetch[prefetch],
     )
@@ -292,7 +283,7 @@ def test_prefetch_for_a_unit_that_backward_does_not_reach(
 ) -> None:
     """Backward ends in the middle: what is in flight is dropped and not used again."""
     differential = Differential.of_units(
-        _Chain, {Block}, strategy=strategy, backward_prefetch=BackwardPrefetch[prefetch]
+        _chain, {Block}, strategy=strategy, backward_prefetch=BackwardPrefetch[prefetch]
     )
     both: tuple[Any, ...] = (differential.reference, differential.model)
     differential.train(2)
@@ -345,7 +336,7 @@ def test_frozen_units_are_resharded_inside_backward(use_orig_params: bool) -> No
     for num_blocks in (6, 9):
 
         def build(num_blocks: int = num_blocks) -> nn.Module:
-            model = _Chain(num_blocks=num_blocks)
+            model = _chain(num_blocks=num_blocks)
             for block in model.blocks[1:]:
                 block.requires_grad_(False)
             return model
