@@ -6,8 +6,8 @@
 
 #include "arena/arena.h"
 #include "arena_fixture.h"
-#include "base/alloc.h"
 #include "check.h"
+#include "every_allocation.h"
 #include "recorder.h"
 
 /* Of the running test, which opens and ends them. */
@@ -289,22 +289,16 @@ TEST(test_every_port_call_can_fail) {
   live_with_failures(true);
 }
 
+static fsdp_status live_and_end(void *context, fsdp_error *error) {
+  (void)context;
+  device = recorder_create();
+  arena = NULL;
+  const fsdp_status status = live(error);
+  ARENA("end");
+  return status;
+}
+
 TEST(test_every_allocation_can_fail) {
-  for (int64_t i = 0;; i++) {
-    device = recorder_create();
-    arena = NULL;
-    fsdp_error error = {0};
-    fsdp_alloc_fail_at(i);
-    const fsdp_status status = live(&error);
-    fsdp_alloc_fail_at(-1);
-    if (status != FSDP_OK) {
-      CHECK_I64(status, FSDP_OUT_OF_MEMORY);
-      CHECK_I64(error.status, FSDP_OUT_OF_MEMORY);
-    }
-    ARENA("end");
-    if (status == FSDP_OK) {
-      CHECK_I64(i, 3); /* the arena, clients, blocks */
-      break;
-    }
-  }
+  /* The arena, clients, blocks. */
+  CHECK_I64(every_allocation(live_and_end, NULL), 3);
 }

@@ -2,6 +2,7 @@
  * NCCL transport: what it gives to NCCL, as text.
  */
 #include "base/alloc.h"
+#include "every_allocation.h"
 #include "nccl_fixture.h"
 
 TEST(test_two_communicators) {
@@ -296,41 +297,35 @@ TEST(test_leaving) {
   CHECK_LINES(nccl_fake_tape(), "finalize 0; finalize 1; destroy 1; abort 0");
 }
 
-TEST(test_every_allocation_can_fail) {
+static fsdp_status join_and_run(void *context, fsdp_error *error) {
   const fsdp_nccl_options options = nccl_fixture_options();
   const fsdp_nccl_library library = nccl_fake_library();
   const fsdp_store store = nccl_fake_store();
-  for (int64_t i = 0;; i++) {
-    fsdp_transport *transport = NULL;
-    fsdp_error error = {0};
-    nccl_fake_reset();
-    fsdp_alloc_fail_at(i);
-    fsdp_status status =
-        fsdp_nccl_create(&library, &options, &store, 0, 2, &transport, &error);
-    CHECK((status == FSDP_OK) == (transport != NULL));
-    if (status == FSDP_OK) {
-      status = nccl_fixture_unit(transport, true, &error);
-    }
-    if (status == FSDP_OK) {
-      const fsdp_call call = nccl_fixture_call(FSDP_CHANNEL_REDUCE, 1, NULL);
-      status = transport->ops->all_reduce(transport, &call, nccl_fixture_memory,
-                                          1, NCCL_F32, NULL, &error);
-    }
-    fsdp_alloc_fail_at(-1);
-    if (transport != NULL) {
-      CHECK_OK(transport->ops->check(transport, NULL));
-      transport->ops->destroy(transport);
-    }
-    CHECK_I64(fsdp_alloc_live(), 0);
-    CHECK_I64(nccl_fake_num_live(), 0);
-    CHECK_I64(nccl_fake_num_events(), 0);
-    CHECK_LACKS(nccl_fake_tape(), "WRONG");
-    if (status == FSDP_OK) {
-      CHECK_I64(i, 4); /* transport, prefix, 2 groups */
-      break;
-    }
-    CHECK(status == FSDP_OUT_OF_MEMORY && error.status == status);
+  const fsdp_call call = nccl_fixture_call(FSDP_CHANNEL_REDUCE, 1, NULL);
+  fsdp_transport *transport = NULL;
+  (void)context;
+  nccl_fake_reset();
+  fsdp_status status =
+      fsdp_nccl_create(&library, &options, &store, 0, 2, &transport, error);
+  CHECK((status == FSDP_OK) == (transport != NULL));
+  FSDP_TRY(status);
+  FSDP_TRY(nccl_fixture_unit(transport, true, error));
+  FSDP_TRY(transport->ops->all_reduce(transport, &call, nccl_fixture_memory, 1,
+                                      NCCL_F32, NULL, error));
+done:
+  if (transport != NULL) {
+    CHECK_OK(transport->ops->check(transport, NULL));
+    transport->ops->destroy(transport);
   }
+  CHECK_I64(nccl_fake_num_live(), 0);
+  CHECK_I64(nccl_fake_num_events(), 0);
+  CHECK_LACKS(nccl_fake_tape(), "WRONG");
+  return status;
+}
+
+TEST(test_every_allocation_can_fail) {
+  /* The transport, its prefix, 2 groups. */
+  CHECK_I64(every_allocation(join_and_run, NULL), 4);
 }
 
 TEST(test_options_are_checked) {

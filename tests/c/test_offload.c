@@ -6,6 +6,7 @@
 
 #include "base/alloc.h"
 #include "check.h"
+#include "every_allocation.h"
 #include "offload/offload.h"
 #include "recorder.h"
 
@@ -398,18 +399,7 @@ static fsdp_status work(void *context, fsdp_error *error) {
 
 TEST(test_every_allocation_fails_once) {
   device = recorder_create();
-  int64_t num = 0;
-  const int64_t live = fsdp_alloc_live();
-  for (;; num++) {
-    fsdp_error error = {0};
-    fsdp_alloc_fail_at(num);
-    const fsdp_status status = work(NULL, &error);
-    fsdp_alloc_fail_at(-1);
-    CHECK_I64(fsdp_alloc_live(), live);
-    if (status == FSDP_OK) break;
-    CHECK_I64(status, FSDP_OUT_OF_MEMORY);
-  }
-  CHECK_I64(num, 18);
+  CHECK_I64(every_allocation(work, NULL), 18);
   recorder_destroy(device);
 }
 
