@@ -298,8 +298,7 @@ TEST(test_stage_in_the_slots) {
   }
 }
 
-/* Behind a slot of 6 bytes fp32 elements of the shard lie at 8, one at a time.
- */
+/* Behind a slot of 6 bytes fp32 elements of the shard lie at 8, one a turn. */
 TEST(test_stage_is_aligned) {
   model_options options = offload_options(2, 0);
   options.param_dtype = RECORDER_BF16;
