@@ -57,6 +57,7 @@ class FlatParameter(FlatParamFacts, nn.Parameter):
     def become(self, other: "FlatParameter") -> None:
         """Take over the shard of ``other``, and what it holds."""
         self.data = other.data
+        self._seen_shard = None  # or the old shard stays in memory
         self.requires_grad_(other.requires_grad)
         self.take_facts(other._facts)
 
