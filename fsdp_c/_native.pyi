@@ -318,7 +318,7 @@ def plan_step(
         tuple[
             str,
             Layout,
-            Sequence[tuple[torch.dtype, torch.dtype, torch.dtype]],
+            Sequence[tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype]],
             int,
             bool,
             bool,

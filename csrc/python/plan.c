@@ -62,8 +62,8 @@ static int read_dtype(PyObject *object, fsdp_dtype *dtype) {
   return -1;
 }
 
-/* The (param, reduce, grad) dtypes of a unit's segments: a new array, released
- * with PyMem_Free(), or NULL with an exception. */
+/* The (param, reduce, held, grad) dtypes of a unit's segments: a new array,
+ * released with PyMem_Free(), or NULL with an exception. */
 static fsdp_segment_options *read_segments(PyObject *dtypes,
                                            int64_t num_segments) {
   fsdp_segment_options *segments = NULL;
@@ -72,7 +72,7 @@ static fsdp_segment_options *read_segments(PyObject *dtypes,
   if (PyTuple_GET_SIZE(items) != (Py_ssize_t)num_segments) {
     PyErr_Format(PyExc_ValueError,
                  "a layout of %lld segments needs as many (param, reduce, "
-                 "grad) dtypes, got %zd",
+                 "held, grad) dtypes, got %zd",
                  (long long)num_segments, PyTuple_GET_SIZE(items));
     goto done;
   }
@@ -83,15 +83,16 @@ static fsdp_segment_options *read_segments(PyObject *dtypes,
   }
   for (int64_t i = 0; i < num_segments; i++) {
     PyObject *item = PyTuple_GET_ITEM(items, (Py_ssize_t)i); /* borrowed */
-    PyObject *param, *reduce, *grad;                         /* borrowed */
+    PyObject *param, *reduce, *held, *grad;                  /* borrowed */
     if (!PyTuple_Check(item) ||
-        !PyArg_ParseTuple(item, "OOO", &param, &reduce, &grad) ||
+        !PyArg_ParseTuple(item, "OOOO", &param, &reduce, &held, &grad) ||
         read_dtype(param, &segments[i].param_dtype) < 0 ||
         read_dtype(reduce, &segments[i].reduce_dtype) < 0 ||
+        read_dtype(held, &segments[i].held_dtype) < 0 ||
         read_dtype(grad, &segments[i].grad_dtype) < 0) {
       if (!PyErr_Occurred()) {
         PyErr_SetString(PyExc_TypeError,
-                        "dtypes must be tuples (param, reduce, grad)");
+                        "dtypes must be tuples (param, reduce, held, grad)");
       }
       PyMem_Free(segments);
       segments = NULL;

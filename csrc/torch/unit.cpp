@@ -72,6 +72,8 @@ void choose_dtypes(Unit &unit, const fsdp_torch_unit_options &options) {
       segment.compute = dtype_or(options.param_dtype, segment.master);
       segment.reduce = dtype_or(options.reduce_dtype, segment.compute);
     }
+    // As FSDP1 and FSDP2 do: what autograd gave, and its sum to be reduced.
+    segment.held = unit.is_by_rows ? segment.reduce : segment.compute;
     segment.grad =
         options.keep_low_precision_grads ? segment.compute : segment.master;
     unit.segments.push_back(std::move(segment));
@@ -297,6 +299,7 @@ fsdp_status make_core(Unit &unit, fsdp_error *error) {
     fsdp_segment_options item = {};
     item.param_dtype = core_dtype(segment.compute);
     item.reduce_dtype = core_dtype(segment.reduce);
+    item.held_dtype = core_dtype(segment.held);
     item.grad_dtype = core_dtype(segment.grad);
     item.shard = segment.shard.data_ptr();
     item.spare_numel = segment.spare_numel;
@@ -459,6 +462,7 @@ fsdp_status fsdp_torch_unit_clone(const fsdp_torch_unit *source,
       segment.master = like.master;
       segment.compute = like.compute;
       segment.reduce = like.reduce;
+      segment.held = like.held;
       segment.grad = like.grad;
       self->segments.push_back(std::move(segment));
     }

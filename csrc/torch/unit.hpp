@@ -115,6 +115,7 @@ struct Segment {
   at::ScalarType compute = at::ScalarType::Undefined;
   at::ScalarType reduce = at::ScalarType::Undefined;
   at::ScalarType grad = at::ScalarType::Undefined;  // of grad_shard
+  at::ScalarType held = at::ScalarType::Undefined;  // of unsharded_grad
   int64_t spare_numel = 0;  // behind what is gathered; of columns
   bool wants_grad = false;  // some parameter requires grad now
   at::Tensor shard;         // [shard_numel], master

@@ -102,17 +102,17 @@ at::Tensor unsharded_grad(Unit &unit, const GradPlace &place, void *data) {
   Segment &segment = *place.segment;
   const int64_t numel = segment.layout->padded_numel;
   lend(segment.unsharded_grad, unit.device, data,
-       nbytes_of(numel, segment.reduce));
+       nbytes_of(numel, segment.held));
   at::Tensor &view = place.param != nullptr ? place.param->unsharded_grad
                                             : segment.flat_unsharded_grad;
   if (view.defined()) return view;
   const c10::DispatchKeySet keys = keys_of(unit.device);
   if (place.param == nullptr) {
-    view = make_view(segment.unsharded_grad.storage, keys, segment.reduce,
+    view = make_view(segment.unsharded_grad.storage, keys, segment.held,
                      {numel}, 0);
   } else {
     view =
-        make_view(segment.unsharded_grad.storage, keys, segment.reduce,
+        make_view(segment.unsharded_grad.storage, keys, segment.held,
                   place.param->sizes, place.param->unsharded.storage_offset());
   }
   return view;

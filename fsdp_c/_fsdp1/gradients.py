@@ -51,10 +51,11 @@ class GradientMethods(Attributes):
 
         Args:
             sharded: False: keep whole gradients, without communication (FSDP1's
-                meaning; memory of the whole model's gradients). True: sum them over
-                the sharding group in every backward and keep only this rank's part,
-                in reduce dtype; replicas (HYBRID_SHARD) communicate once, in the
-                first backward after the context.
+                meaning; memory of the whole model's gradients in the parameters'
+                dtype; their sum is cast when it is reduced). True: sum them over the
+                sharding group in every backward and keep only this rank's part, in
+                reduce dtype; replicas (HYBRID_SHARD) communicate once, in the first
+                backward after the context.
 
         Raises:
             RuntimeError: Called on a nested wrapped module, or inside a step.

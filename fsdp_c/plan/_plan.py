@@ -239,7 +239,8 @@ def plan_rank(
     """
     layouts = [_layout(unit, settings, world_size, mesh) for unit in units]
     dtypes = [
-        _dtypes(unit, layout) for unit, layout in zip(units, layouts, strict=True)
+        _dtypes(unit, layout, settings)
+        for unit, layout in zip(units, layouts, strict=True)
     ]
     offloads = [_offloads(unit, settings) for unit in units]
     native_units = [
@@ -390,31 +391,36 @@ def _layout(
     return layout
 
 
+# (param, reduce, held, grad); see fsdp_segment_options.
+_Dtypes = tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype]
+
+
 def _dtypes(
-    unit: PlannedUnit, layout: _native.Layout
-) -> list[tuple[torch.dtype, torch.dtype, torch.dtype]]:
-    """Return (param, reduce, grad) dtype per segment (csrc/torch/unit.cpp)."""
+    unit: PlannedUnit, layout: _native.Layout, settings: Settings
+) -> list[_Dtypes]:
+    """Return the dtypes of each segment (csrc/torch/unit.cpp)."""
     precision = unit.config.mixed_precision
     result = []
     for master, *_ in layout.segments:
         compute = _chosen(master, precision.param_dtype)
         reduce = _chosen(compute, precision.reduce_dtype)
         grad = compute if precision.keep_low_precision_grads else master
-        result.append((compute, reduce, grad))
+        held = reduce if settings.by_rows else compute
+        result.append((compute, reduce, held, grad))
     return result
 
 
 def _unit_plan(
     unit: PlannedUnit,
     layout: _native.Layout,
-    dtypes: Sequence[tuple[torch.dtype, torch.dtype, torch.dtype]],
+    dtypes: Sequence[_Dtypes],
     exposed_seconds: float,
 ) -> UnitPlan:
     shard = unsharded = grads = 0
     for (master, is_trainable, _, _, shard_numel, padded_numel), chosen in zip(
         layout.segments, dtypes, strict=True
     ):
-        compute, reduce, _ = chosen
+        compute, reduce, *_ = chosen
         shard += shard_numel * master.itemsize
         unsharded += padded_numel * compute.itemsize
         grads += padded_numel * reduce.itemsize if is_trainable else 0

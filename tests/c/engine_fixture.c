@@ -259,6 +259,7 @@ fsdp_unit_options model_unit_options(model *self, int64_t index,
         .param_dtype = param_dtype,
         .reduce_dtype = options->reduce_dtype.code != 0 ? options->reduce_dtype
                                                         : param_dtype,
+        .held_dtype = options->held_dtype,
         .grad_dtype = grad_dtype(self, segment),
         .shard = unit->shards[i]};
     if (options->part_world_size > 0) {

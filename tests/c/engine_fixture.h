@@ -44,6 +44,7 @@ typedef struct model_options {
   int64_t num_replicas;     /* 0: 1 */
   fsdp_dtype param_dtype;   /* code 0: the master dtype */
   fsdp_dtype reduce_dtype;  /* code 0: param_dtype */
+  fsdp_dtype held_dtype;    /* code 0: reduce_dtype */
   fsdp_dtype grad_dtype;    /* code 0: the master dtype */
   bool keeps_after_forward; /* as SHARD_GRAD_OP does */
   bool shows_kept;          /* those are shown until backward */

@@ -106,12 +106,14 @@ void model_check_grads(model *self) {
       }
       CHECK(unit->has_grads);
       if (unit->grad_view == FSDP_VIEW_UNSHARDED) {
+        const bool is_held = options[j].held_dtype.code != 0;
+        const fsdp_dtype dtype =
+            is_held ? options[j].held_dtype : options[j].reduce_dtype;
         recorder_touch(self->device, FSDP_LANE_COMPUTE, unit->grads[j],
-                       segment->padded_numel * options[j].reduce_dtype.itemsize,
-                       false);
-        CHECK_I64(count_wrong(unit->expected[j], unit->grads[j],
-                              options[j].reduce_dtype, segment->padded_numel,
-                              1 / self->options.prescale),
+                       segment->padded_numel * dtype.itemsize, false);
+        CHECK_I64(count_wrong(unit->expected[j], unit->grads[j], dtype,
+                              segment->padded_numel,
+                              is_held ? 1 : 1 / self->options.prescale),
                   0);
         continue;
       }

@@ -61,6 +61,26 @@ TEST(test_no_sync_then_sync) {
   options.keeps_after_forward = true;
   options.keeps_without_sync = true;
   check_no_sync(&options);
+  options.held_dtype = RECORDER_BF16;
+  check_no_sync(&options);
+  options.offloads = true;
+  check_no_sync(&options);
+}
+
+/* Gradients kept in another dtype than they are reduced in take as much memory
+ * as that dtype needs; a block for the reduction is there while it runs. */
+TEST(test_held_dtype) {
+  const model_options options = {.param_dtype = RECORDER_BF16,
+                                 .reduce_dtype = RECORDER_F32,
+                                 .held_dtype = RECORDER_BF16};
+  model_open(&options, "root 64; a 128");
+  for (int i = 0; i < 2; i++) {
+    PLAY("sync none; step; step; check_grads; clear");
+    CHECK_I64(model_stats(&m).arena.held_nbytes, 2 * (64 + 128) * 2);
+    PLAY("sync reduce; step; check_grads; check_sharded; check_idle");
+    PLAY("zero_grad");
+  }
+  PLAY("end");
 }
 
 /* Parameters kept between micro-batches are hidden in between, and gathered

@@ -1,13 +1,17 @@
 """Mixed precision, against a reference that casts at the same places."""
 
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from fsdp_c import fully_shard
 from helpers.distributed import distributed, varied
-from helpers.impl import MixedPrecision, fsdp
+from helpers.impl import FSDP, MixedPrecision, fsdp
 from helpers.models import Block
 from helpers.reference import Differential, assert_same, with_model
 
@@ -71,6 +75,57 @@ def test_accumulation(differential: Differential, no_sync: bool) -> None:
         differential.clip(0.1)
         differential.step()
         differential.check()
+
+
+@varied(use_orig_params=[True, False, None])
+@distributed(world_size=2)
+def test_what_no_sync_keeps(rank: int, use_orig_params: bool | None) -> None:
+    """Sums of micro-batches are rounded as torch's class does; None: fully_shard.
+
+    FSDP1 lets autograd add in the parameters' dtype, FSDP2 adds in reduce_dtype.
+    """
+    low, high = torch.bfloat16, torch.float32
+    torch.manual_seed(3)
+    plain = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    batches = torch.randn(2, 3, 4, 5).to(low)  # ranks, micro-batches
+    reference = deepcopy(plain).to(low)
+    sums = [torch.zeros_like(each, dtype=high) for each in reference.parameters()]
+    for of_rank in batches:
+        kept = [torch.zeros_like(each) for each in sums]
+        for batch in of_rank:
+            loss = reference(batch).square().sum()
+            for i, grad in enumerate(torch.autograd.grad(loss, reference.parameters())):
+                kept[i] += grad
+                if use_orig_params is not None:
+                    kept[i] = kept[i].to(low).to(high)
+        sums = [total + part / 2 for total, part in zip(sums, kept, strict=True)]
+
+    model: Any
+    if use_orig_params is None:
+        policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=high)
+        model = fully_shard(plain, mp_policy=policy)
+        model.set_requires_gradient_sync(False)
+        context: AbstractContextManager[None] = nullcontext()
+    else:
+        precision = MixedPrecision(param_dtype=low, reduce_dtype=high)
+        model = fsdp(plain, mixed_precision=precision, use_orig_params=use_orig_params)
+        context = model.no_sync()
+    with context:
+        for batch in batches[rank][:2]:
+            model(batch).square().sum().backward()
+            for param in model.parameters() if use_orig_params is not None else ():
+                assert param.grad.dtype == low
+    if use_orig_params is None:
+        model.set_requires_gradient_sync(True)
+    model(batches[rank][2]).square().sum().backward()
+    if use_orig_params is None:
+        found = [param.grad.full_tensor() for param in model.parameters()]
+    else:
+        with FSDP.summon_full_params(model, with_grads=True):
+            found = [param.grad.clone() for param in model.parameters()]
+    for grad, expected in zip(found, sums, strict=True):
+        assert grad.dtype == high
+        assert torch.equal(grad, expected)
 
 
 class _Looks(nn.Module):

@@ -543,7 +543,7 @@ def _unit(name: str = "a", num_params: int = 1) -> tuple[Any, ...]:
         align_params=False,
         align_shards=False,
     )
-    dtypes = [(torch.float32,) * 3]
+    dtypes = [(torch.float32,) * 4]
     prefetch = _native.PREFETCH_PRE
     return (name, layout, dtypes, 1, True, True, True, False, prefetch, False, False)
 
@@ -580,9 +580,14 @@ def test_native_plan_of_one_unit() -> None:
         ([_unit()[:4]], [], TypeError, "a unit of plan_step"),
         ([(*_unit()[:3], 0, *_unit()[4:])], [], ValueError, "'a': 0 replicas"),
         ([(*_unit()[:2], [], *_unit()[3:])], [], ValueError, "a layout of 1 segments"),
-        ([(*_unit()[:2], [3], *_unit()[3:])], [], TypeError, "(param, reduce, grad)"),
         (
-            [(*_unit()[:2], [(1, 2, 3)], *_unit()[3:])],
+            [(*_unit()[:2], [3], *_unit()[3:])],
+            [],
+            TypeError,
+            "(param, reduce, held, grad)",
+        ),
+        (
+            [(*_unit()[:2], [(1, 2, 3, 4)], *_unit()[3:])],
             [],
             TypeError,
             "must be torch.dtypes, got 1",

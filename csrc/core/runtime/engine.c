@@ -81,6 +81,7 @@ static void detach_unit(fsdp_unit *unit) {
   unit->main = NULL;
   unit->param_client = -1;
   unit->grad_client = -1;
+  unit->held_client = -1;
   unit->full_client = -1;
   unit->part_client = -1;
 }
@@ -269,6 +270,7 @@ fsdp_status fsdp_unit_create(const fsdp_unit_options *options, fsdp_unit **unit,
   self->options.segments = NULL; /* copied into `segments` below */
   self->param_client = -1;
   self->grad_client = -1;
+  self->held_client = -1;
   self->full_client = -1;
   self->part_client = -1;
   self->settings = options->settings;
@@ -300,6 +302,10 @@ fsdp_status fsdp_unit_create(const fsdp_unit_options *options, fsdp_unit **unit,
   self->options.name = self->name;
   for (size_t i = 0; i < num_segments; i++) {
     self->segments[i].options = options->segments[i];
+    if (options->finds_unused ||
+        options->segments[i].held_dtype.itemsize == 0) {
+      self->segments[i].options.held_dtype = options->segments[i].reduce_dtype;
+    }
     self->segments[i].shard = options->segments[i].shard;
     self->segments[i].layout =
         fsdp_flat_layout_segment(options->layout, (int64_t)i);

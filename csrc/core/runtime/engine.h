@@ -65,7 +65,11 @@ enum { FSDP_SEGMENT_ALIGNMENT_NBYTES = 256 };
 /* How one segment of a unit is held. */
 typedef struct fsdp_segment_options {
   fsdp_dtype param_dtype;  /* of the unsharded parameters in forward */
-  fsdp_dtype reduce_dtype; /* of the unsharded gradients; unused if frozen */
+  fsdp_dtype reduce_dtype; /* of unsharded gradients when they are reduced;
+                              unused if frozen */
+  fsdp_dtype held_dtype;   /* of those that FSDP_SYNC_NONE keeps. It is
+                              reduce_dtype where itemsize is 0, and of a unit
+                              that finds unused parameters */
   fsdp_dtype grad_dtype;   /* of the sharded gradient; likewise */
   void *shard;             /* shard_numel elements of the segment's dtype, in
                               host memory if the unit offloads; borrowed,

@@ -352,10 +352,18 @@ FSDP_NODISCARD fsdp_status fsdp_priv_grad_kinds(fsdp_unit *const *units,
                                                 fsdp_error *error);
 /* Says that the gradients of the set exist, or do not. */
 void fsdp_unit_priv_set_grads(fsdp_unit *unit, int kinds, bool exist);
-/* Takes a block for unsharded gradients, whatever it contains. The unit has
- * none. */
+/* Takes a block for unsharded gradients, whatever it contains: in held dtype
+ * with FSDP_SYNC_NONE. The unit has none. */
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_take_grad_block(fsdp_unit *unit,
                                                           fsdp_error *error);
+/* Of segment `segment` in the block that the unit has. */
+fsdp_dtype fsdp_unit_priv_block_dtype(const fsdp_unit *unit, int64_t segment);
+/* What gradients are multiplied by on their way into reduce dtype. */
+double fsdp_unit_priv_prescale(const fsdp_unit *unit);
+/* Before a reduction: brings gradients that are in held dtype, complete, into a
+ * block in reduce dtype. Both exist on the way. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_cast_held(fsdp_unit *unit,
+                                                    fsdp_error *error);
 /* Forgets the unsharded gradients, if there are any; their block is free after
  * `lane`. */
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_drop_grads(fsdp_unit *unit,

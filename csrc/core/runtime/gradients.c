@@ -73,23 +73,84 @@ done:
 
 /* Unsharded ---------------------------------------------------------------- */
 
-fsdp_status fsdp_unit_priv_take_grad_block(fsdp_unit *unit, fsdp_error *error) {
+/* Takes a block in held dtype, or in reduce dtype. */
+static fsdp_status take_block(fsdp_unit *unit, bool is_held,
+                              fsdp_error *error) {
+  fsdp_arena *arena = unit->engine->arena;
   fsdp_status status = FSDP_OK;
   void *block = NULL;
 
-  FSDP_TRY(fsdp_arena_take(unit->engine->arena, unit->grad_client,
+  if (is_held && unit->held_client < 0) {
+    FSDP_TRY(fsdp_arena_add_client(arena, unit->held_nbytes, &unit->held_client,
+                                   error));
+  }
+  FSDP_TRY(fsdp_arena_take(arena,
+                           is_held ? unit->held_client : unit->grad_client,
                            FSDP_LANE_COMPUTE, &block, error));
   for (int64_t i = 0; i < fsdp_unit_priv_num_reduced(unit); i++) {
     const fsdp_unit_segment *segment = &unit->segments[i];
+    const int64_t offset =
+        is_held ? segment->held_offset : segment->grad_offset;
     const bool has_grad = segment->is_trainable;
-    unit->grad_data[i] = has_grad ? (char *)block + segment->grad_offset : NULL;
-    unit->stage_data[i] = has_grad && unit->options.offloads
+    unit->grad_data[i] = has_grad ? (char *)block + offset : NULL;
+    unit->stage_data[i] = has_grad && unit->options.offloads && !is_held
                               ? (char *)block + segment->grad_stage_offset
                               : NULL;
   }
+  unit->is_held = is_held;
   fsdp_unit_priv_set_grads(unit, FSDP_GRADS_UNSHARDED, true);
 done:
   return status;
+}
+
+fsdp_status fsdp_unit_priv_take_grad_block(fsdp_unit *unit, fsdp_error *error) {
+  return take_block(
+      unit, unit->has_held && unit->settings.sync == FSDP_SYNC_NONE, error);
+}
+
+fsdp_dtype fsdp_unit_priv_block_dtype(const fsdp_unit *unit, int64_t segment) {
+  const fsdp_segment_options *options = &unit->segments[segment].options;
+  return unit->is_held ? options->held_dtype : options->reduce_dtype;
+}
+
+double fsdp_unit_priv_prescale(const fsdp_unit *unit) {
+  return unit->settings.has_reduce_hook ? 1.0 : unit->options.prescale;
+}
+
+static fsdp_status cast_block(fsdp_unit *unit, const char *held,
+                              fsdp_error *error) {
+  int64_t num_items = 0;
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    const fsdp_unit_segment *segment = &unit->segments[i];
+    if (unit->grad_data[i] == NULL || segment->layout->padded_numel == 0) {
+      continue;
+    }
+    unit->items[num_items++] =
+        (fsdp_pack_item){.to = unit->grad_data[i],
+                         .to_dtype = segment->options.reduce_dtype,
+                         .from_dtype = segment->options.held_dtype,
+                         .from = held + segment->held_offset,
+                         .numel = segment->layout->padded_numel};
+  }
+  return fsdp_unit_priv_pack_items(unit, FSDP_LANE_COMPUTE, num_items,
+                                   fsdp_unit_priv_prescale(unit), error);
+}
+
+fsdp_status fsdp_unit_priv_cast_held(fsdp_unit *unit, fsdp_error *error) {
+  fsdp_arena *arena = unit->engine->arena;
+  if (!fsdp_unit_priv_has_grads(unit, FSDP_GRADS_UNSHARDED) || !unit->is_held) {
+    return FSDP_OK;
+  }
+  const char *held = fsdp_arena_data(arena, unit->held_client);
+  fsdp_status status = take_block(unit, false, error);
+  if (status != FSDP_OK) return status; /* they are held as before */
+  status = cast_block(unit, held, error);
+  unit->engine->views.keep_grads(unit->engine->views.context,
+                                 unit->options.owner, FSDP_VIEW_UNSHARDED);
+  const fsdp_status given =
+      fsdp_arena_give(arena, unit->held_client, FSDP_LANE_COMPUTE,
+                      status == FSDP_OK ? error : NULL);
+  return status == FSDP_OK ? given : status;
 }
 
 fsdp_status fsdp_unit_priv_drop_grads(fsdp_unit *unit, fsdp_lane lane,
@@ -98,7 +159,9 @@ fsdp_status fsdp_unit_priv_drop_grads(fsdp_unit *unit, fsdp_lane lane,
   if (!fsdp_unit_priv_has_grads(unit, FSDP_GRADS_UNSHARDED)) return FSDP_OK;
   fsdp_unit_priv_set_grads(unit, FSDP_GRADS_UNSHARDED, false);
   views->keep_grads(views->context, unit->options.owner, FSDP_VIEW_UNSHARDED);
-  return fsdp_arena_give(unit->engine->arena, unit->grad_client, lane, error);
+  return fsdp_arena_give(unit->engine->arena,
+                         unit->is_held ? unit->held_client : unit->grad_client,
+                         lane, error);
 }
 
 /* Partial ------------------------------------------------------------------ */

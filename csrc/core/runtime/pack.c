@@ -1,6 +1,7 @@
 /*
- * Packing: autograd's gradients go into the unit's gradient block, in reduce
- * dtype.
+ * Packing: autograd's gradients go into the unit's gradient block. It is in
+ * reduce dtype; in held dtype if they are kept, or some were: a reduction casts
+ * the sum.
  */
 #include <string.h>
 
@@ -53,7 +54,7 @@ static int64_t pending_items(fsdp_unit *unit, int64_t segment,
   const fsdp_flat_layout *layout = unit->options.layout;
   const fsdp_segment *info = unit->segments[segment].layout;
   const int64_t *params = fsdp_flat_layout_segment_params(layout, segment);
-  const fsdp_dtype dtype = unit->segments[segment].options.reduce_dtype;
+  const fsdp_dtype dtype = fsdp_unit_priv_block_dtype(unit, segment);
   int64_t num_items = 0;
 
   for (int64_t i = 0; i < info->num_params; i++) {
@@ -82,7 +83,7 @@ static int64_t unfilled_items(const fsdp_unit *unit, int64_t segment,
   const fsdp_flat_layout *layout = unit->options.layout;
   const fsdp_segment *info = unit->segments[segment].layout;
   const int64_t *params = fsdp_flat_layout_segment_params(layout, segment);
-  const fsdp_dtype dtype = unit->segments[segment].options.reduce_dtype;
+  const fsdp_dtype dtype = fsdp_unit_priv_block_dtype(unit, segment);
   int64_t num_items = 0;
   int64_t begin = 0; /* of the unfilled range that is open */
 
@@ -117,8 +118,6 @@ void fsdp_unit_priv_release_pending(fsdp_unit *unit) {
 
 /* One launch for the unit. */
 static fsdp_status pack(fsdp_unit *unit, bool fills, fsdp_error *error) {
-  const double scale =
-      unit->settings.has_reduce_hook ? 1.0 : unit->options.prescale;
   fsdp_status status = FSDP_OK;
   bool is_whole = fills;
   int64_t num_items = 0;
@@ -134,8 +133,9 @@ static fsdp_status pack(fsdp_unit *unit, bool fills, fsdp_error *error) {
   if (is_whole) {
     num_items += fsdp_unit_priv_mark_items(unit, unit->items + num_items);
   }
-  FSDP_TRY(fsdp_unit_priv_pack_items(unit, FSDP_LANE_COMPUTE, num_items, scale,
-                                     error));
+  FSDP_TRY(fsdp_unit_priv_pack_items(
+      unit, FSDP_LANE_COMPUTE, num_items,
+      unit->is_held ? 1.0 : fsdp_unit_priv_prescale(unit), error));
   unit->is_whole = is_whole;
   if (is_whole) FSDP_TRY(fsdp_unit_priv_spread_marks(unit, error));
 done:

@@ -138,8 +138,15 @@ static bool place_grads(fsdp_unit *self, fsdp_unit_segment *segment) {
   const int32_t grad_itemsize = segment->options.grad_dtype.itemsize;
 
   segment->has_grad_place = true;
+  if (!fsdp_dtype_equal(segment->options.held_dtype,
+                        segment->options.reduce_dtype)) {
+    self->has_held = true;
+  }
   if (!place_in_block(layout->padded_numel, reduce_itemsize, &self->grad_nbytes,
-                      &segment->grad_offset)) {
+                      &segment->grad_offset) ||
+      !place_in_block(layout->padded_numel,
+                      segment->options.held_dtype.itemsize, &self->held_nbytes,
+                      &segment->held_offset)) {
     return false;
   }
   if (!place_in_block(fsdp_scratch_numel(self->options.shard_group.world_size,
@@ -156,6 +163,7 @@ static bool place_grads(fsdp_unit *self, fsdp_unit_segment *segment) {
   }
   /* Parameters without elements have gradients, too. */
   if (self->grad_nbytes == 0) self->grad_nbytes = 1;
+  if (self->held_nbytes == 0) self->held_nbytes = 1;
   return place_in_block(layout->shard_numel, reduce_itemsize,
                         &self->partial_nbytes, &segment->partial_offset) &&
          place_in_block(layout->padded_numel, grad_itemsize,
@@ -211,6 +219,10 @@ static fsdp_status add_grad_place(fsdp_unit *unit, int64_t segment,
   } else {
     FSDP_TRY(fsdp_arena_add_client(engine->arena, unit->grad_nbytes,
                                    &unit->grad_client, error));
+  }
+  if (unit->held_client >= 0) {
+    FSDP_TRY(fsdp_arena_resize_client(engine->arena, unit->held_client,
+                                      unit->held_nbytes, error));
   }
 done:
   if (status != FSDP_OK) { /* the unit is as it was */

@@ -52,6 +52,7 @@ typedef struct fsdp_unit_segment {
   int64_t grad_offset;
   int64_t grad_stage_offset; /* the sharded gradient on the device, likewise */
   /* place.c: bytes from the start of other blocks */
+  int64_t held_offset;      /* of the gradients that are held */
   int64_t full_offset;      /* of whole parameters in master dtype */
   int64_t full_grad_offset; /* of whole gradients in grad dtype */
   int64_t partial_offset;   /* of the partial gradient */
@@ -116,10 +117,13 @@ struct fsdp_unit {
   bool is_resident; /* every segment is */
   bool has_cast;    /* some segment's parameters have another dtype */
   bool is_extended; /* some segment is */
+  bool has_held;    /* some segment's gradients are held in another dtype than
+                       they are reduced in: their block is another one */
   /* place.c: bytes of the unit's blocks; 0: needs none. */
   int64_t param_nbytes;
   int64_t part_nbytes;
   int64_t grad_nbytes;
+  int64_t held_nbytes;
   int64_t full_nbytes;
   int64_t full_grad_nbytes;
   int64_t partial_nbytes;
@@ -128,6 +132,7 @@ struct fsdp_unit {
   /* In the engine's arena; -1: none. */
   int64_t param_client; /* engine.c */
   int64_t grad_client;  /* engine.c, place.c */
+  int64_t held_client;  /* gradients.c, place.c; made at first use */
   int64_t full_client;  /* engine.c, unshard.c: whole parameters in master
                            dtype; made at first use */
 
@@ -157,6 +162,7 @@ struct fsdp_unit {
    * of stage_data also: not offloaded. */
   void **grad_data;
   void **stage_data;
+  bool is_held; /* gradients.c: grad_data is in held dtype, in that block */
   /* gradients.c: memory is kept once it was needed. NULL entries: frozen. */
   void *partial_block;
   void **partial_data;

@@ -207,6 +207,7 @@ fsdp_status fsdp_unit_priv_start_parts(fsdp_unit *unit, fsdp_error *error) {
 
   if (!fsdp_unit_priv_leaves_grads(unit)) {
     FSDP_TRY(fsdp_unit_priv_fill_grads(unit, error));
+    FSDP_TRY(fsdp_unit_priv_cast_held(unit, error));
   }
   FSDP_TRY(uses_partial(unit) ? fsdp_unit_priv_take_partial(unit, error)
                               : fsdp_unit_priv_make_grad_shards(unit, error));

@@ -433,6 +433,7 @@ fsdp_status fsdp_unit_priv_enqueue_reduce(fsdp_unit *unit, fsdp_error *error) {
   fsdp_status status = FSDP_OK;
 
   if (unit->step.reduces_parts) return fsdp_unit_priv_start_parts(unit, error);
+  FSDP_TRY(fsdp_unit_priv_cast_held(unit, error));
   if (is_partial && partial_lane == FSDP_LANE_COMPUTE) {
     return end_partial(unit, partial_lane, error);
   }

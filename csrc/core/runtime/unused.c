@@ -43,6 +43,7 @@ fsdp_unit_segment *fsdp_unit_priv_add_marks(fsdp_unit *unit, fsdp_dtype dtype) {
                      .padded_numel = num_params * world_size};
   *marks = (fsdp_unit_segment){.options = {.param_dtype = dtype,
                                            .reduce_dtype = dtype,
+                                           .held_dtype = dtype,
                                            .grad_dtype = dtype},
                                .layout = &unit->marks_layout,
                                .is_trainable = true,
