@@ -75,8 +75,12 @@ at::Tensor local_term(const NormPart &part, double norm_type,
   if (part.grads.empty()) return at::zeros({}, options);
   const at::Tensor norm = norm_on_cuda(part.grads, norm_type);
   if (norm.defined()) return is_max ? norm : norm.pow(norm_type);
+  std::vector<at::Tensor> grads = part.grads;
+  for (at::Tensor &grad : grads) {
+    if (grad.is_complex()) grad = grad.abs();  // as elements count in a norm
+  }
   const std::vector<at::Tensor> norms = at::_foreach_norm(
-      part.grads, norm_type, c10::typeMetaToScalarType(options.dtype()));
+      grads, norm_type, c10::typeMetaToScalarType(options.dtype()));
   const at::Tensor stacked = at::stack(norms);
   return is_max ? stacked.max() : stacked.pow(norm_type).sum();
 }
@@ -116,12 +120,13 @@ at::ScalarType norm_dtype(const std::vector<Unit *> &units) {
 at::Tensor clip(Provider &provider, std::vector<NormPart> &parts,
                 double max_norm, double norm_type, at::ScalarType dtype,
                 c10::Device device) {
-  // Accumulated in fp32, or in fp64 where a parameter is fp64.
-  const at::Tensor norm =
-      total_norm(provider, parts, norm_type,
-                 at::TensorOptions()
-                     .dtype(dtype == at::kDouble ? at::kDouble : at::kFloat)
-                     .device(device));
+  // Accumulated in fp32, or in fp64 where a parameter is fp64 or complex128.
+  const at::Tensor norm = total_norm(
+      provider, parts, norm_type,
+      at::TensorOptions()
+          .dtype(c10::toRealValueType(dtype) == at::kDouble ? at::kDouble
+                                                            : at::kFloat)
+          .device(device));
   // Always multiply: deciding it would make the host wait for the device.
   const at::Tensor scale = (max_norm / (norm + 1e-6)).clamp_max(1.0);
   for (NormPart &part : parts) {

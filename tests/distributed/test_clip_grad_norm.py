@@ -1,5 +1,6 @@
 """clip_grad_norm_ against torch.nn.utils on the unsharded model."""
 
+import copy
 import math
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from helpers.distributed import distributed, every_strategy, varied
-from helpers.impl import MixedPrecision, fsdp
+from helpers.impl import FSDP, MixedPrecision, fsdp
 from helpers.models import CASES, MLP, Block
 from helpers.reference import Differential, with_model
 from helpers.transports import OWN, over
@@ -65,6 +66,38 @@ def test_mixed_dtypes() -> None:
     differential.forward_backward()
     differential.clip(0.05)
     differential.check()
+
+
+class _Spectrum(torch.nn.Module):
+    """A filter of frequencies, and fp64 parameters beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = torch.nn.Parameter(torch.randn(3, dtype=torch.complex128))
+        self.out = torch.nn.Linear(4, 3, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.out(
+            torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=4)
+        )
+        return out
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+@distributed(world_size=(2, 3))
+def test_complex_gradients(use_orig_params: bool, norm_type: float) -> None:
+    """They count by their absolute values, as in torch.nn.utils."""
+    expected = _Spectrum()
+    model = fsdp(copy.deepcopy(expected), use_orig_params=use_orig_params)
+    x = torch.randn(5, 4, dtype=torch.float64)
+    for each in (expected, model):
+        each(x).square().mean().backward()
+    norm = torch.nn.utils.clip_grad_norm_(expected.parameters(), 0.01, norm_type)
+    torch.testing.assert_close(model.clip_grad_norm_(0.01, norm_type).real, norm)
+    with FSDP.summon_full_params(model, with_grads=True):
+        for param, other in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(param.grad, other.grad)
 
 
 @distributed(world_size=2)
