@@ -136,9 +136,11 @@ void fsdp_unit_expect_grads(fsdp_unit *unit, int64_t num_grads,
   unit->step.expected_inputs += num_inputs;
 }
 
-/* Reshards, unless the unit keeps its block between micro-batches. */
+/* Reshards, unless the unit keeps its block between micro-batches, or for the
+ * rest of a forward that ran this backward (torch.autograd.grad()). */
 static fsdp_status reshard_after_backward(fsdp_unit *unit, fsdp_error *error) {
   fsdp_status status = FSDP_OK;
+  if (unit->num_forwards > 0) return FSDP_OK;
   FSDP_TRY(fsdp_unit_priv_hide_shapes(unit, error));
   if (unit->settings.sync == FSDP_SYNC_NONE &&
       !unit->settings.reshard_after_backward_without_sync) {
@@ -318,7 +320,9 @@ static fsdp_status finish_unit(fsdp_unit *unit, fsdp_error *error) {
     FSDP_TRY(fsdp_unit_priv_reshard(unit, error));
   }
   FSDP_TRY(reshard_after_backward(unit, error));
-  if (unit->options.shows_kept_after_backward) {
+  if (unit->num_forwards > 0) {
+    /* The rest of its forward reads what it shows. */
+  } else if (unit->options.shows_kept_after_backward) {
     fsdp_unit_priv_pin(unit); /* if its block is kept, the user sees it */
   } else {
     FSDP_TRY(fsdp_unit_priv_hide(unit, error));
@@ -334,7 +338,7 @@ static fsdp_status finish_unit(fsdp_unit *unit, fsdp_error *error) {
     fsdp_unit_priv_free_partial(unit); /* they are in the sharded gradient */
   }
   FSDP_TRY(fsdp_unit_priv_advance(unit, FSDP_EVENT_FINISH, error));
-  unit->step = (fsdp_unit_step){0};
+  unit->step = (fsdp_unit_step){.ran_forward = unit->num_forwards > 0};
 done:
   return status;
 }
@@ -367,7 +371,7 @@ fsdp_status fsdp_engine_finish_backward(fsdp_engine *engine,
     FSDP_TRY(finish_unit(engine->units[i], &local));
   }
   engine->in_backward = false;
-  engine->ran_forward = false;
+  engine->ran_forward = engine->depth > 0;
   FSDP_TRY(fsdp_engine_priv_await_readers(engine, &local));
   if (!engine->has_open_reduces || fsdp_engine_priv_is_host(engine)) {
     FSDP_TRY(fsdp_arena_settle(engine->arena, &local));

@@ -157,6 +157,7 @@ static void reset_unit(fsdp_unit *unit) {
                                    FSDP_VIEW_SHARDED, NULL, NULL));
   }
   unit->step = (fsdp_unit_step){0};
+  unit->num_forwards = 0;
   unit->is_left_shown = false;
   fsdp_unit_priv_unpin(unit);
   FSDP_IGNORE(fsdp_unit_priv_advance(unit, FSDP_EVENT_RESET, NULL));

@@ -133,6 +133,7 @@ fsdp_status fsdp_unit_pre_forward(fsdp_unit *unit, bool in_backward,
   FSDP_TRY(fsdp_unit_priv_wait_unshard(unit, error));
   unit->step.ran_forward = true;
   engine->ran_forward = true;
+  unit->num_forwards++;
   engine->depth++; /* last: the caller leaves forward only if it entered */
 done:
   /* Not entered, so nothing stays in flight. The first error is reported. */
@@ -143,6 +144,12 @@ done:
     if (engine->depth == 0) FSDP_IGNORE(end_iteration(engine, false, NULL));
   }
   return status;
+}
+
+/* Nothing happens if a reset ended the forward already. */
+static void leave(fsdp_unit *unit) {
+  if (unit->num_forwards > 0) unit->num_forwards--;
+  if (unit->engine->depth > 0) unit->engine->depth--;
 }
 
 fsdp_status fsdp_unit_post_forward(fsdp_unit *unit, bool in_backward,
@@ -172,7 +179,7 @@ fsdp_status fsdp_unit_post_forward(fsdp_unit *unit, bool in_backward,
     FSDP_TRY(end_iteration(engine, expects_backward, error));
     FSDP_TRY(fsdp_engine_priv_await_readers(engine, error));
   }
-  if (engine->depth > 0) engine->depth--; /* last: see abandon_forward */
+  leave(unit); /* last: see abandon_forward */
 done:
   return status;
 }
@@ -180,7 +187,7 @@ done:
 void fsdp_unit_abandon_forward(fsdp_unit *unit, bool in_backward) {
   fsdp_engine *engine = unit->engine;
   if (engine == NULL || unit->is_summoned || in_backward) return;
-  if (engine->depth > 0) engine->depth--;
+  leave(unit);
   /* The module's own exception is what the user must see. */
   FSDP_IGNORE(fsdp_unit_priv_reshard(unit, NULL));
   if (engine->depth == 0) FSDP_IGNORE(end_iteration(engine, false, NULL));

@@ -1,0 +1,82 @@
+"""``torch.autograd.grad`` inside a forward, as models of energies and forces call it.
+
+That backward ends in the middle of the forward, which goes on with whole parameters.
+Against the unsharded model.
+"""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp_c import fully_shard
+from helpers.distributed import distributed
+from helpers.impl import FSDP, fsdp
+
+DIM = 4
+
+
+class Forces(nn.Module):
+    """Takes a gradient through a unit, and uses its own parameters after that."""
+
+    def __init__(self, is_wanted_of_output: bool) -> None:
+        super().__init__()
+        self.energy = nn.Linear(DIM, DIM)
+        self.again = nn.Linear(DIM, DIM)
+        self.out = nn.Linear(DIM, DIM)
+        self.scale = nn.Parameter(torch.linspace(1.0, 2.0, DIM))
+        self.is_wanted_of_output = is_wanted_of_output
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what the forces and the second use of ``again`` make of ``x``."""
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            hidden = torch.tanh(self.again(self.energy(x)))
+            wanted = x
+            if self.is_wanted_of_output:
+                wanted = self.energy(x)
+                hidden = torch.tanh(self.again(wanted))
+            (forces,) = torch.autograd.grad(
+                hidden.square().sum(), wanted, retain_graph=True
+            )
+        result: Tensor = self.again(self.out(hidden + forces) * self.scale)
+        return result
+
+
+def _shard(model: Forces, api: str) -> Any:
+    if api == "fully_shard":
+        for part in (model.energy, model.again, model):
+            fully_shard(part)
+        return model
+    for name in ("energy", "again"):
+        part = getattr(model, name)
+        setattr(model, name, fsdp(part, strategy=api, use_orig_params=True))
+    return fsdp(model, strategy=api, use_orig_params=True)
+
+
+def _grads(model: Any, api: str) -> list[Tensor]:
+    if api == "fully_shard":
+        return [param.grad.full_tensor() for param in model.parameters()]
+    with FSDP.summon_full_params(model, with_grads=True):
+        return [param.grad.clone() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("api", ["FULL_SHARD", "SHARD_GRAD_OP", "fully_shard"])
+@pytest.mark.parametrize("is_wanted_of_output", [False, True])
+@distributed(world_size=(2, 3))
+def test_forward_goes_on(api: str, is_wanted_of_output: bool) -> None:
+    """Two steps, and a forward without gradients between them."""
+    expected = Forces(is_wanted_of_output)
+    model = _shard(copy.deepcopy(expected), api)
+    x = torch.randn(3, DIM)  # on all ranks, so the mean is each rank's
+    for _ in range(2):
+        for each in (expected, model):
+            each.zero_grad()
+            each(x).square().mean().backward()
+        grads = _grads(model, api)
+        for param, grad in zip(expected.parameters(), grads, strict=True):
+            torch.testing.assert_close(grad, param.grad)
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), expected(x))
