@@ -136,6 +136,12 @@ def note_fully_sharded(module: Module, state: Any) -> None:
     states[function.__wrapped__] = state
 
 
+def noted_state(module: Module) -> Any:
+    """Return what note_fully_sharded() was told; None: ``module`` is not sharded."""
+    function: Any = torch_fully_shard
+    return function.state(module)
+
+
 def joined_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
     """Return one mesh of all dimensions; RuntimeError if they have no common root."""
     mesh: DeviceMesh = DeviceMesh._concatenate(meshes)

@@ -13,14 +13,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp_c._fully_shard.arguments import Arguments, check_arguments
 from fsdp_c._fully_shard.forward import run_forward
-from fsdp_c._fully_shard.group import Group, group_of, own_modules
+from fsdp_c._fully_shard.group import Group, own_modules
 from fsdp_c._fully_shard.meshes import data_mesh_from
 from fsdp_c._fully_shard.module import FSDPModule, _check_fsdp_modules
+from fsdp_c._fully_shard.module_state import ModuleState
 from fsdp_c._fully_shard.rows import shard_param
 from fsdp_c._fully_shard.sharded_params import Place, register
-from fsdp_c._fully_shard.stages import StageState
 from fsdp_c._fully_shard.torch_state_dicts import correct_state_dicts
-from fsdp_c._torch_compat import interpreted, note_fully_sharded
+from fsdp_c._torch_compat import interpreted, note_fully_sharded, noted_state
 from fsdp_c._units.apart import choose_apart, have_units_inside
 from fsdp_c._units.base import ShardedModule
 from fsdp_c._units.cuts import Cut, local_of
@@ -97,7 +97,7 @@ def fully_shard(
     own = list(own_modules(modules))
     _move_buffers(own, arguments)
     groups = _make_groups(modules, own, arguments, ignored)
-    state = StageState(groups[0])
+    state = ModuleState(groups[0])
     for each in modules:
         # Not by setattr(): the module may have one of its own.
         each.__dict__["_fsdp_c_groups"] = groups
@@ -106,7 +106,7 @@ def fully_shard(
     return module
 
 
-fully_shard.state = group_of  # type: ignore[attr-defined] # torch's name
+fully_shard.state = noted_state  # type: ignore[attr-defined] # torch's name
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

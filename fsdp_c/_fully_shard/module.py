@@ -12,7 +12,7 @@ from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from fsdp_c._engines.engine import ensure_engine
 from fsdp_c._fully_shard.forward import run_forward
 from fsdp_c._fully_shard.group import Group, groups_in
-from fsdp_c._torch_compat import interpreted
+from fsdp_c._torch_compat import interpreted, noted_state
 
 
 class UnshardHandle(TorchUnshardHandle):
@@ -504,10 +504,7 @@ class FSDPModule(TorchFSDPModule):
         )
 
     def _get_fsdp_state(self) -> Any:
-        raise AssertionError(
-            f"No FSDP state found on {type(self).__name__}: fsdp_c runs this module "
-            "and keeps no FSDPState of torch's"
-        )
+        return noted_state(cast("nn.Module", self))
 
     def _groups(self, recurse: bool) -> Iterator[Group]:
         if not recurse:

@@ -97,8 +97,11 @@ def test_refused_calls() -> None:
         for factor in (0.0, -1.0, float("nan")):
             with pytest.raises(ValueError, match="factor must be > 0"):
                 getattr(model, method)(factor)
-    with pytest.raises(AssertionError, match="No FSDP state found"):
-        model._get_fsdp_state()
+    state = model._get_fsdp_state()
+    with pytest.raises(AttributeError, match="'_lazy_init' belongs to torch's FSDPSta"):
+        state._lazy_init()
+    with pytest.raises(AttributeError):
+        state._training_state = None
     moved = model.register_forward_pre_hook(lambda module, _: module.double())
     with pytest.raises(RuntimeError, match="be converted or moved in the middle"):
         model(torch.ones(1, 4))

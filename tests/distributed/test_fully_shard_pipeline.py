@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_c import fully_shard
+from fsdp_c.integrations import installed
 from helpers.distributed import distributed
 from helpers.groups import device_under_test, groups_destroyed
 from helpers.seeds import seeded
@@ -44,6 +45,13 @@ def test_schedules(name: str, reshards: bool) -> None:
     """Gradients and parameters after two steps, against the whole model."""
     with groups_destroyed():
         compare(*make_meshes(name, reshards), name, reshards)
+
+
+@distributed(world_size=2)
+def test_schedule_while_installed() -> None:
+    """Torch's stages then ask fsdp_c's fully_shard for the state of a module."""
+    with groups_destroyed(), installed():
+        compare(*make_meshes("1f1b installed", True), "1f1b", True)
 
 
 @pytest.mark.parametrize("name", ["zero bubble", "v zero bubble"])

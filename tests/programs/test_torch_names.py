@@ -1,4 +1,4 @@
-"""Programs that use torch's own names on a model of fsdp_c, without install()."""
+"""Programs that use torch's own names, private ones too, on a model of fsdp_c."""
 
 import warnings
 from typing import Any
@@ -7,15 +7,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
-from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    MixedPrecisionPolicy,
+)
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import _common_utils as torch_common
 from torch.distributed.fsdp import _traversal_utils as torch_traversal
+from torch.distributed.fsdp._fully_shard import _fsdp_state as torch_state
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+import fsdp_c
+import fsdp_c.integrations
 from helpers.distributed import distributed
 from helpers.impl import FSDP, StateDictType, fsdp
 from helpers.models import CASES, MLP, Block, loss_of
@@ -62,6 +70,27 @@ def test_isinstance_and_traversal() -> None:
     assert TorchFSDP.fsdp_modules(plain) == []
     with pytest.raises(AttributeError):
         TorchFSDP.optim_state_dict(plain, None)  # torch's own error
+
+
+@distributed(world_size=2, device="cpu")
+def test_state_of_fully_shard() -> None:
+    """What programs read of FSDP2's: whether there is one, and the precision."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    model = MLP()
+    with fsdp_c.integrations.installed():
+        fully_shard = torch_fsdp.fully_shard
+        get_state = torch_state._get_module_fsdp_state
+        fully_shard(model.blocks[0], mp_policy=policy)
+        for module in model.blocks:
+            if get_state(module) is None:
+                fully_shard(module)
+        assert get_state(model) is None
+        first = get_state(model.blocks[0])
+    assert first is model.blocks[0]._get_fsdp_state()
+    assert first is fully_shard.state(model.blocks[0])
+    assert first._mp_policy.param_dtype == torch.bfloat16
+    assert all(isinstance(each, torch_fsdp.FSDPModule) for each in model.blocks)
+    assert fully_shard.state(model) is None
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
