@@ -23,11 +23,12 @@
 namespace fsdp_torch {
 namespace {
 
-// What the storage of a shard owns. torch's memory profiler sees it.
+// What a storage over a region owns. torch's memory profiler sees a shard's.
 struct HeldShard {
   std::shared_ptr<Region> region;
   void *data;
   c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+  bool is_shard;
 
   static void free(void *held);
 };
@@ -88,7 +89,27 @@ void HeldShard::free(void *held) {
     const std::lock_guard<std::mutex> lock(all.mutex);
     all.items.erase(self.get());
   }
-  c10::profiledCPUMemoryReporter().Delete(self->data);
+  if (self->is_shard) c10::profiledCPUMemoryReporter().Delete(self->data);
+}
+
+c10::DataPtr held_in_region(c10::StorageImpl &storage,
+                            const std::shared_ptr<Region> &region, void *data,
+                            bool is_shard) {
+  HeldShards &all = held_shards();
+  auto held = std::make_unique<HeldShard>(HeldShard{
+      region, data,
+      c10::weak_intrusive_ptr<c10::StorageImpl>(
+          c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(&storage)),
+      is_shard});
+  {
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    all.items.insert(held.get());
+  }
+  return {data, held.release(), &HeldShard::free, c10::kCPU};
+}
+
+void let_go(void *storage) {
+  delete static_cast<c10::Storage *>(storage);
 }
 
 }  // namespace
@@ -99,17 +120,22 @@ c10::intrusive_ptr<c10::StorageImpl> storage_in_region(
       c10::StorageImpl::use_byte_size_t(), static_cast<size_t>(nbytes),
       c10::DataPtr(nullptr, c10::kCPU), c10::GetAllocator(c10::kCPU),
       /*resizable=*/true);
-  HeldShards &all = held_shards();
-  auto held = std::make_unique<HeldShard>(HeldShard{
-      region, data, c10::weak_intrusive_ptr<c10::StorageImpl>(storage)});
-  {
-    const std::lock_guard<std::mutex> lock(all.mutex);
-    all.items.insert(held.get());
-  }
+  c10::DataPtr held = held_in_region(*storage, region, data, true);
   c10::profiledCPUMemoryReporter().New(data, static_cast<size_t>(nbytes));
-  storage->set_data_ptr_noswap(
-      c10::DataPtr(data, held.release(), &HeldShard::free, c10::kCPU));
+  storage->set_data_ptr_noswap(std::move(held));
   return storage;
+}
+
+void show_shard(c10::StorageImpl &storage, const at::Tensor &shard,
+                const std::shared_ptr<Region> &region) {
+  void *data = shard.mutable_data_ptr();
+  if (region) {
+    storage.set_data_ptr_noswap(held_in_region(storage, region, data, false));
+    return;
+  }
+  auto whole = std::make_unique<c10::Storage>(shard.storage());
+  storage.set_data_ptr_noswap(
+      c10::DataPtr(data, whole.release(), &let_go, shard.device()));
 }
 
 }  // namespace fsdp_torch

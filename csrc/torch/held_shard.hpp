@@ -22,4 +22,10 @@ struct Region {
 c10::intrusive_ptr<c10::StorageImpl> storage_in_region(
     const std::shared_ptr<Region> &region, void *data, int64_t nbytes);
 
+// Lets `storage` show, in the place of its own memory, that of `shard`, a view
+// of a unit's shard of the same size, and keep it. `region` is the unit's, or
+// null.
+void show_shard(c10::StorageImpl &storage, const at::Tensor &shard,
+                const std::shared_ptr<Region> &region);
+
 }  // namespace fsdp_torch

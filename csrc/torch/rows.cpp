@@ -15,6 +15,14 @@
 // comes, unless somebody still holds it: then it stays as it is and a new one
 // is made.
 //
+// Note [Tensors of before the unit]
+// A state dict from before the first forward shares the memory that the sharded
+// parameters had then, and programs save it again and again (torchtitan's
+// ModelWrapper). So the storage itself is pointed at the shard: whatever shares
+// it goes on with the parameter, and its old memory is freed. This needs a
+// storage that is no larger than the parameter, as fully_shard() makes them;
+// tensors that share another one keep the old values.
+//
 // Note [Parallel parameters]
 // A parameter may be a DTensor of a tensor parallel mesh. The unit then holds
 // its local tensor and knows nothing else. What the modules see is another
@@ -26,6 +34,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <Python.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
@@ -44,6 +53,22 @@ namespace {
 
 Segment &own_segment(Unit &unit, const Param &param) {
   return unit.segments[static_cast<size_t>(param.segment)];
+}
+
+// Lets the tensors that share `old`, the storage that a parameter had, show the
+// shard; see Note [Tensors of before the unit].
+void move_sharers(const Unit &unit, const Param &param,
+                  const c10::Storage &old) {
+  const at::Tensor &shard = param.sharded;
+  if (is_over(shard, old.unsafeGetStorageImpl())) return;
+  const bool is_its_own =
+      old.nbytes() == shard.nbytes() && old.device() == shard.device();
+  if (old.use_count() == 1 || !is_its_own || shard.numel() == 0) return;
+  if (!shard.device().is_cpu()) {  // other streams may still read it
+    const c10::impl::VirtualGuardImpl guard(shard.device().type());
+    guard.synchronizeDevice(shard.device().index());
+  }
+  show_shard(*old.unsafeGetStorageImpl(), shard, unit.region);
 }
 
 // Copies what `local` holds into the shard and makes it a view of it.
@@ -66,8 +91,11 @@ void adopt_local(Unit &unit, Param &param, size_t index) {
   }
   if (local.numel() > 0) param.sharded.copy_(local);
   record_current_stream(local);
+  const bool is_alike = local.is_contiguous();
+  const c10::Storage old = local.storage();
   local.unsafeGetTensorImpl()->shallow_copy_from(
       param.sharded.getIntrusivePtr());
+  if (is_alike) move_sharers(unit, param, old);
   unit.shard_was_written = true;
 }
 

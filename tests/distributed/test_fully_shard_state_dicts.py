@@ -1,6 +1,7 @@
 """get_state_dict() and set_state_dict() of torch: every option, against one process."""
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -18,10 +19,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_c import fully_shard
-from helpers.distributed import distributed
+from helpers.distributed import TEST_DEVICE, distributed
 from helpers.groups import groups_destroyed
 from helpers.impl import FSDP, StateDictType, fsdp
 from helpers.seeds import generator
@@ -263,6 +265,52 @@ def test_a_group_inside_a_model_on_meta(rank: int) -> None:
     _train(model, optim, 2, rank, 2)
     _train(reference, its_optim, 2, 0, 1)
     _assert_alike(_whole(model.state_dict()), reference.state_dict())
+
+
+@pytest.mark.parametrize("width", [4, 64])  # 64: shards that other ranks may read
+@pytest.mark.parametrize("offloads", [False, True])
+@distributed(world_size=2)
+def test_taken_before_the_first_forward(width: int, offloads: bool) -> None:
+    """It shares the memory of the parameters for good, as torchtitan relies on."""
+    with torch.device("meta"):
+        model: Any = nn.Sequential(nn.Linear(width, width), nn.Linear(width, 1))
+    model.double()
+    policy = CPUOffloadPolicy() if offloads else OffloadPolicy()
+    for layer in model:
+        fully_shard(layer, offload_policy=policy)
+    fully_shard(model, offload_policy=policy)
+    model.to_empty(device="cpu" if offloads else TEST_DEVICE)
+    torch.manual_seed(0)
+    for param in model.parameters():
+        nn.init.normal_(param)
+    dicts = [model.state_dict(), get_model_state_dict(model)]
+    local = model[0].weight.to_local().detach()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ones = torch.ones(2, width, dtype=torch.float64, device=TEST_DEVICE)
+    for _ in range(2):
+        model(ones).sum().backward()
+        optimizer.step()
+        for taken in dicts:
+            for name, value in model.state_dict().items():
+                assert torch.equal(taken[name].to_local(), value.to_local())
+                assert _address(taken[name]) == _address(value)
+        optimizer.zero_grad()
+    # And writes into it are the parameter's.
+    dicts[0]["0.weight"].fill_(0.5)
+    assert torch.equal(local, torch.full_like(local, 0.5))
+    output = model(ones)
+    expected = model[1].bias.full_tensor() + (
+        model[1].weight.full_tensor().sum() * width * 0.5
+        + (model[1].weight.full_tensor() * model[0].bias.full_tensor()).sum()
+    )
+    torch.testing.assert_close(output[0].cpu(), expected.cpu())
+    del model, optimizer, output
+    gc.collect()
+    assert torch.equal(local, torch.full_like(local, 0.5))
+
+
+def _address(value: DTensor) -> int:
+    return value.to_local().data_ptr()
 
 
 @distributed(world_size=2, device="cpu")
