@@ -1,6 +1,7 @@
 """Data parallel meshes: which ranks cut a group's parameters, which replicate them."""
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +77,7 @@ class DataMesh:
         Raises:
             ValueError: It cannot be; the message names it.
         """
-        if self.spmd is None:
+        if self.spmd is None or self._is_replicated(name, param):
             return cut_of(name, param, dim, self.mesh, self.placements(dim))
         self.check(name, param)
         assert isinstance(param, DTensor)
@@ -91,6 +92,30 @@ class DataMesh:
             parallel,
             frozenset(self._data_dims()),
         )
+
+    def _is_replicated(self, name: str, param: nn.Parameter) -> bool:
+        """Whether spmd_types' annotations of a plain tensor say that it is whole.
+
+        torch 2.14 takes such tensors, too; torchtitan annotates all parameters.
+
+        Raises:
+            ValueError: They say something else, or ``spmd`` has other dimensions.
+        """
+        types: dict[Any, Any] = vars(param).get("_local_type", {})
+        if not types or isinstance(param, DTensor):
+            return False
+        assert self.spmd is not None
+        whole = sys.modules["spmd_types"].R
+        others = {axis: kind for axis, kind in types.items() if kind is not whole}
+        if others or len(self._data_dims()) < self.spmd.ndim:
+            raise ValueError(
+                f"parameter {name!r} is a plain tensor with spmd_types' annotations "
+                f"{types}, on a mesh {self.spmd.mesh_dim_names}: fully_shard takes "
+                "those that are R everywhere, on a mesh whose dimensions are all in "
+                "dp_mesh_dims. Make it a DTensor on the mesh (torchtitan: "
+                "parallelism.spmd_backend full_dtensor or partial_dtensor)"
+            )
+        return True
 
     def check(self, name: str, param: nn.Parameter) -> None:
         """Check that ``param`` lies on ``spmd``, whole on all data parallel dimensions.

@@ -1,8 +1,11 @@
 """fully_shard: dimensions of a mesh named in dp_mesh_dims, and several meshes."""
 
+import copy
+import importlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +224,36 @@ def test_named_dimensions_of_two_ranks() -> None:
                 reshard_after_forward=False,
             )
         )
+
+
+@NEEDS_MESH_DIMS
+@pytest.mark.skipif(find_spec("spmd_types") is None, reason="needs spmd_types")
+@distributed(world_size=4)
+def test_annotated_plain_tensors(rank: int) -> None:
+    """Replicas and shards, as torchtitan makes them by default; against the whole."""
+    spmd: Any = importlib.import_module("spmd_types")
+    with groups_destroyed():
+        mesh, name_of = make_mesh(dp=2, tp=2)
+        names = name_of("dp"), name_of("tp")
+        dims = DataParallelMeshDims(replicate=names[0], shard=names[1])
+        torch.manual_seed(0)
+        whole = nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+        model: Any = copy.deepcopy(whole)
+        axes = {spmd.MeshAxis.of(mesh.get_group(name)): spmd.R for name in names}
+        for param in model.parameters():
+            spmd.assert_type(param, axes)
+        only = DataParallelMeshDims(shard=names[1])
+        with pytest.raises(ValueError, match=r"'weight' is a plain .* R everywhere"):
+            fully_shard(model[0], mesh=mesh, dp_mesh_dims=only)
+        for module in (model[0], model):
+            fully_shard(module, mesh=mesh, dp_mesh_dims=dims)
+        inputs = torch.randn(4, 5, generator=seeded(0), dtype=torch.float64)
+        whole(inputs).square().sum().div(4).backward()
+        model(inputs[rank : rank + 1]).square().sum().backward()
+        for param, other in zip(model.parameters(), whole.parameters(), strict=True):
+            assert param.placements == (Replicate(), Shard(0))
+            torch.testing.assert_close(param.full_tensor(), other)
+            torch.testing.assert_close(param.grad.full_tensor(), other.grad)
 
 
 @NEEDS_MESH_DIMS
