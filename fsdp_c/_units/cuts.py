@@ -103,22 +103,19 @@ def as_dtensor(
 
     ``local`` may be on another device than the mesh.
     """
-    is_elsewhere = local.device.type not in (mesh.device_type, "meta")
+    # from_local() would move what is elsewhere, and makes a view: that would keep the
+    # memory that `local` leaves, and not every class of tensors has views.
+    like = torch.empty(local.shape, dtype=local.dtype, device="meta")
     with torch.no_grad():
-        result = DTensor.from_local(
-            # It would move what is elsewhere.
-            torch.empty_like(local, device="meta") if is_elsewhere else local,
+        made = DTensor.from_local(
+            like,
             mesh,
             placements,
             run_check=False,
             shape=shape,
             stride=torch.empty(shape, device="meta").stride(),
         )
-    if is_elsewhere:  # a DTensor has the device of its local tensor
-        return DTensor(local, result._spec, requires_grad=False)  # type: ignore[no-untyped-call]
-    # That is a view, which would keep the memory that `local` leaves.
-    result._local_tensor = local
-    return result
+    return DTensor(local, made._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def parallel_param(plain: nn.Parameter, cut: Cut, dtype: torch.dtype) -> nn.Parameter:

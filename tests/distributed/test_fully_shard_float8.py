@@ -95,6 +95,18 @@ class Float8Weight(Tensor):
         return whole, (whole,)
 
 
+class _WithoutViews(Float8Weight):
+    """As NF4Tensor of torchao 0.9."""
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: Any, kwargs: Any = None
+    ) -> Any:
+        if function is aten.view.default:
+            raise NotImplementedError("aten.view")
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+
 class _Linear(nn.Linear):
     def __init__(self) -> None:
         super().__init__(COLUMNS, ROWS)
@@ -214,3 +226,23 @@ def test_no_bytes_of_a_subclass() -> None:
     """An error, where the address would be 0."""
     with pytest.raises(ValueError, match="a Float8Weight has no memory of its own"):
         bytes_of(Float8Weight(torch.ones(2, 2)))
+
+
+@distributed(world_size=2)
+def test_a_class_without_views() -> None:
+    """Frozen, as under adapters."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(COLUMNS, COLUMNS), nn.Linear(COLUMNS, ROWS))
+    weight = torch.eye(ROWS, COLUMNS)
+    model[1].weight = nn.Parameter(_WithoutViews(weight), requires_grad=False)
+    for module in (*model, model):
+        fully_shard(module)
+    inputs = torch.randn(2, COLUMNS)
+    output = model(inputs)
+    hidden = nn.functional.linear(
+        inputs, model[0].weight.full_tensor(), model[0].bias.full_tensor()
+    )
+    bias = model[1].bias.full_tensor()
+    torch.testing.assert_close(output, hidden @ weight.T + bias)
+    output.sum().backward()
+    assert model[0].weight.grad is not None
