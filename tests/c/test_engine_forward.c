@@ -127,6 +127,27 @@ TEST(test_forward_that_raises) {
   PLAY("check_sharded; check_idle; step; check_grads; end");
 }
 
+/* torch.autograd.grad() in the root's forward: that backward ends before the
+ * forward does, which still reads the root's parameters, and those of a unit
+ * whose forward runs. */
+TEST(test_backward_inside_a_forward) {
+  model_options options = {.keeps_after_forward = true};
+  for (int i = 0; i < 2; i++) {
+    model_start_tree(&m, i == 0 ? NULL : &options, 2);
+    for (int step = 0; step < 2; step++) {
+      PLAY("zero_grad; enter root; enter a; leave a; enter b");
+      PLAY("pre_backward a; grads a; finish");
+      PLAY("state root UNSHARDED; view root unsharded");
+      PLAY("state b UNSHARDED; view b unsharded; state a SHARDED");
+      PLAY("leave b; leave root; has_grads a");
+      recorder_set_grads_live(m.device, false); /* root and b have none */
+      PLAY("pre_backward root; pre_backward b; grads b; grads root; finish");
+      PLAY("check_grads; check_sharded; optimizer");
+    }
+    PLAY("step; end");
+  }
+}
+
 /* A child is run on its own: it is the root of that iteration. */
 TEST(test_outermost_unit_is_the_root) {
   model_start_tree(&m, NULL, 2);
