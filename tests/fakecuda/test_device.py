@@ -402,11 +402,12 @@ def test_streams_under_sanitizers(sanitizer: str, tmp_path: Path) -> None:
     files = [str(HERE / "check_streams.c"), *map(str, sources)]
     libraries = ["-lpthread", "-ldl", "-lrt", "-o", program]
     subprocess.run(["gcc", *flags, *files, *libraries], check=True)
-    for words, is_right in (([], True), (["forget"], False)):
-        result = subprocess.run(
-            ["env", "-u", "LD_PRELOAD", program, "200", *words],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert (result.returncode == 0) == is_right, result.stdout + result.stderr
+    command = ["env", "-u", "LD_PRELOAD", program, "200"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    # Whether a wait less is seen depends on how the threads meet.
+    forgetting = (
+        subprocess.run([*command, "forget"], capture_output=True, check=False)
+        for _ in range(10)
+    )
+    assert any(each.returncode != 0 for each in forgetting)
