@@ -18,9 +18,9 @@
 // Note [Tensors of before the unit]
 // A state dict from before the first forward shares the memory that the sharded
 // parameters had then, and programs save it again and again (torchtitan's
-// ModelWrapper). So the storage itself is pointed at the shard: whatever shares
-// it goes on with the parameter, and its old memory is freed. This needs a
-// storage that is no larger than the parameter, as fully_shard() makes them;
+// ModelWrapper did). So the storage itself is pointed at the shard: whatever
+// shares it goes on with the parameter, and its old memory is freed. This needs
+// a storage that is no larger than the parameter, as fully_shard() makes them;
 // tensors that share another one keep the old values.
 //
 // Note [Parallel parameters]

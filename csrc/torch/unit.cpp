@@ -72,7 +72,7 @@ void choose_dtypes(Unit &unit, const fsdp_torch_unit_options &options) {
       segment.compute = dtype_or(options.param_dtype, segment.master);
       segment.reduce = dtype_or(options.reduce_dtype, segment.compute);
     }
-    // As FSDP1 and FSDP2 do: what autograd gave, and its sum to be reduced.
+    // FSDP1 sums in the dtype of autograd's gradients, FSDP2 in reduce_dtype.
     segment.held = unit.is_by_rows ? segment.reduce : segment.compute;
     segment.grad =
         options.keep_low_precision_grads ? segment.compute : segment.master;

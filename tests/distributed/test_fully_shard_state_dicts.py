@@ -271,7 +271,7 @@ def test_a_group_inside_a_model_on_meta(rank: int) -> None:
 @pytest.mark.parametrize("offloads", [False, True])
 @distributed(world_size=2)
 def test_taken_before_the_first_forward(width: int, offloads: bool) -> None:
-    """It shares the memory of the parameters for good, as torchtitan relies on."""
+    """It shares the memory of the parameters for good, as programs rely on."""
     with torch.device("meta"):
         model: Any = nn.Sequential(nn.Linear(width, width), nn.Linear(width, 1))
     model.double()

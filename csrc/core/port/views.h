@@ -20,7 +20,7 @@ extern "C" {
 /* What a unit's parameters, or their gradients, are views of. */
 typedef enum fsdp_view {
   FSDP_VIEW_SHARDED = 0,  /* the shard; of gradients: the sharded gradient */
-  FSDP_VIEW_UNSHARDED,    /* a block in compute (gradients: reduce) dtype */
+  FSDP_VIEW_UNSHARDED,    /* a block in compute (gradients: held) dtype */
   FSDP_VIEW_FULL,         /* a block in master (gradients: grad) dtype */
   FSDP_VIEW_FULL_ON_HOST, /* the same in host memory */
   FSDP_VIEW_PART,         /* parameters only: the shard, while a part of the

@@ -320,12 +320,12 @@ static fsdp_status finish_unit(fsdp_unit *unit, fsdp_error *error) {
     FSDP_TRY(fsdp_unit_priv_reshard(unit, error));
   }
   FSDP_TRY(reshard_after_backward(unit, error));
-  if (unit->num_forwards > 0) {
-    /* The rest of its forward reads what it shows. */
-  } else if (unit->options.shows_kept_after_backward) {
-    fsdp_unit_priv_pin(unit); /* if its block is kept, the user sees it */
-  } else {
-    FSDP_TRY(fsdp_unit_priv_hide(unit, error));
+  if (unit->num_forwards == 0) { /* else the rest of one reads what it shows */
+    if (unit->options.shows_kept_after_backward) {
+      fsdp_unit_priv_pin(unit); /* if its block is kept, the user sees it */
+    } else {
+      FSDP_TRY(fsdp_unit_priv_hide(unit, error));
+    }
   }
   if (unit->step.entered_backward || unit->state == FSDP_UNIT_REDUCING) {
     if (fsdp_unit_priv_has_grads(unit, FSDP_GRADS_UNSHARDED)) {

@@ -64,13 +64,13 @@ enum { FSDP_SEGMENT_ALIGNMENT_NBYTES = 256 };
 
 /* How one segment of a unit is held. */
 typedef struct fsdp_segment_options {
-  fsdp_dtype param_dtype;  /* of the unsharded parameters in forward */
-  fsdp_dtype reduce_dtype; /* of unsharded gradients when they are reduced;
-                              unused if frozen */
-  fsdp_dtype held_dtype;   /* of those that FSDP_SYNC_NONE keeps. It is
-                              reduce_dtype where itemsize is 0, and of a unit
-                              that finds unused parameters */
-  fsdp_dtype grad_dtype;   /* of the sharded gradient; likewise */
+  fsdp_dtype param_dtype; /* of the unsharded parameters in forward */
+  /* Of gradients; unused if frozen. */
+  fsdp_dtype reduce_dtype; /* of unsharded ones that are to be reduced */
+  fsdp_dtype held_dtype;   /* of those that FSDP_SYNC_NONE keeps; itemsize 0:
+                              reduce_dtype, as it always is in a unit that
+                              finds unused parameters */
+  fsdp_dtype grad_dtype;   /* of the sharded one */
   void *shard;             /* shard_numel elements of the segment's dtype, in
                               host memory if the unit offloads; borrowed,
                               outlives the unit */

@@ -179,7 +179,7 @@ struct fsdp_unit {
    * has the most: for each parameter a gradient, a gap after it and a mark. */
   fsdp_pack_item *items;
 
-  int64_t num_forwards;    /* forward.c, engine.c: of it, that run now */
+  int64_t num_forwards;    /* forward.c, engine.c: calls that run now */
   int64_t reduce_position; /* reduce.c: in the recorded order; -1: not there */
   bool is_pinned;          /* on_demand.c: unsharded at the user's request */
   bool is_left_shown;      /* engine.c, unshard.c: UNSHARDED since a forward */
