@@ -16,6 +16,10 @@ from helpers.pairwise import covering
 if importlib.metadata.version("torch").startswith("2.11"):  # it has no such meshes
     collect_ignore = ["distributed/test_fully_shard_meshes.py"]
 
+# What workers import before they are forked if tests of a folder were collected: it
+# takes each of them seconds.
+IMPORTED_BY = {"huggingface": ("transformers.trainer", "accelerate", "peft")}
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options that say how many sets of parameters a test function runs."""
@@ -60,6 +64,14 @@ def pytest_collection_modifyitems(
     chosen = {item for name, same in items_of.items() for item in choose(name, same)}
     config.hook.pytest_deselected(items=[i for i in items if i not in chosen])
     items[:] = [item for item in items if item in chosen]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Tell the parent of workers what to import."""
+    module = sys.modules.get("helpers.distributed")
+    for folder in {item.path.parent.name for item in session.items} & {*IMPORTED_BY}:
+        if module is not None:
+            module.preloaded.extend(IMPORTED_BY[folder])
 
 
 def _one_of_each(name: str, items: list[pytest.Item]) -> list[pytest.Item]:

@@ -54,8 +54,9 @@ GRACE_S = 2.0
 # How long ranks may take to write their stacks, on loaded cores. They end by it.
 STACKS_S = 20.0
 _STDERR_TAIL_CHARS = 4000
-# What the workers' parent imports for all of them.
-_PRELOADED = ("torch._dynamo", "helpers.worker", "helpers.state_dicts")
+# What the workers' parent imports for all of them. conftest.py adds what the folders
+# of collected tests need.
+preloaded = ["torch._dynamo", "helpers.worker", "helpers.state_dicts"]
 
 # Where bodies make their tensors: "cpu"; "cuda", a GPU per rank or, where there are
 # fewer, one GPU for all ranks (helpers.one_gpu); without a GPU, on the fake CUDA.
@@ -140,7 +141,7 @@ def _worker_environment() -> dict[str, str]:
 def fork_server() -> Any:
     """Start the process of which workers are forks; see Note [Workers are forked]."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(_PRELOADED))
+    context.set_forkserver_preload(preloaded)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in _worker_environment().items():
             patch.setenv(name, value)

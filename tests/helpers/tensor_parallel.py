@@ -29,7 +29,7 @@ from helpers.groups import device_under_test, kept_mesh
 from helpers.models import VOCAB, Inputs
 from helpers.random_programs import Node
 from helpers.reference import Differential, clean_name, sgd
-from helpers.rows import Rows
+from helpers.rows import Rows, whole_of
 from helpers.seeds import seeded
 
 
@@ -130,19 +130,26 @@ def new_meshes(
 
 def gather_summoned(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return whole parameters and gradients of FSDP1's API. Collective."""
-    params: dict[str, Tensor] = {}
-    grads: dict[str, Tensor] = {}
     with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
         named = {clean_name(name): p for name, p in model.named_parameters()}
         mine = {name for name, param in named.items() if param.grad is not None}
         theirs: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(theirs, mine)
-        for name, param in named.items():
-            params[name] = whole_value(param).detach().clone()
-            grads[name] = torch.zeros_like(params[name])
-            if any(name in names for names in theirs):
-                grads[name] = whole_value(grad_of(param)).clone()
+        params = _whole_values(named)
+        has_grad = [name for name in named if any(name in names for names in theirs)]
+        grads = {name: torch.zeros_like(value) for name, value in params.items()}
+        grads |= _whole_values({name: grad_of(named[name]) for name in has_grad})
     return params, grads
+
+
+def _whole_values(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies of tensors and the wholes of DTensors, in one exchange."""
+    parts = {n: value for n, value in values.items() if isinstance(value, DTensor)}
+    wholes = dict(zip(parts, whole_of(list(parts.values())), strict=True))
+    return {
+        name: wholes[name] if name in wholes else value.detach().clone()
+        for name, value in values.items()
+    }
 
 
 def grad_of(param: nn.Parameter) -> Tensor:
