@@ -28,9 +28,9 @@ import zygote
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from tqdm import tqdm
 
-from fsdp_c.bench._command import machine, positive_int
-from fsdp_c.bench._processes import end_rank
-from fsdp_c.bench._report import smallest
+from fsdp_c.tools.bench._command import machine, positive_int
+from fsdp_c.tools.bench._processes import end_rank
+from fsdp_c.tools.bench._report import smallest
 
 Json = dict[str, Any]
 

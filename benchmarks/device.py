@@ -43,9 +43,9 @@ from device_rows import (
 from implementations import BARE, FSDP1_ORIG, FSDP2, FSDP_C_FULLY, FSDP_C_ORIG, LABELS
 
 from fsdp_c import _native
-from fsdp_c.bench._command import positive_int
-from fsdp_c.plan import ModelSource, Settings, Sharding, plan_model
-from fsdp_c.plan._trace import Inputs
+from fsdp_c.tools.bench._command import positive_int
+from fsdp_c.tools.plan import ModelSource, Settings, Sharding, plan_model
+from fsdp_c.tools.plan._trace import Inputs
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKER = Path(__file__).resolve().with_name("device_worker.py")

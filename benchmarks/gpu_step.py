@@ -39,11 +39,11 @@ from common import (
 )
 from torch.profiler import ProfilerActivity, profile
 
-from fsdp_c.bench import _worker
-from fsdp_c.bench._command import machine, positive_int
-from fsdp_c.bench._implementations import FSDP1, FSDP2, OURS, OURS_FULLY
-from fsdp_c.bench._report import differences, smallest
-from fsdp_c.bench._workload import Workload
+from fsdp_c.tools.bench import _worker
+from fsdp_c.tools.bench._command import machine, positive_int
+from fsdp_c.tools.bench._implementations import FSDP1, FSDP2, OURS, OURS_FULLY
+from fsdp_c.tools.bench._report import differences, smallest
+from fsdp_c.tools.bench._workload import Workload
 
 IMPLEMENTATIONS = [OURS, OURS_FULLY, FSDP1, FSDP2]
 HOST_WAITS = (

@@ -32,7 +32,7 @@ from common import (
 from implementations import BARE, FSDP_C_C10D, FSDP_C_ORIG, LABELS, parallelise
 from torch import nn
 
-from fsdp_c.bench._workload import Block
+from fsdp_c.tools.bench._workload import Block
 
 WORLD_SIZE = 8
 NUM_UNITS = 32

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_c.bench import _implementations as bench
+from fsdp_c.tools.bench import _implementations as bench
 
 BARE = "bare"
 FSDP_C_ORIG = "fsdp_c-orig"

@@ -47,8 +47,8 @@ from memory_worker import (
 )
 from tqdm import tqdm
 
-from fsdp_c.bench._command import positive_int
-from fsdp_c.bench._workload import Block
+from fsdp_c.tools.bench._command import positive_int
+from fsdp_c.tools.bench._workload import Block
 
 MIB = 2**20
 GOAL = 0.95  # of torch's smallest peak

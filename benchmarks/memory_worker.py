@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_c
-from fsdp_c.bench._workload import Transformer
+from fsdp_c.tools.bench._workload import Transformer
 
 FULL = "full"
 LORA = "lora"

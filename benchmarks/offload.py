@@ -31,7 +31,7 @@ from implementations import NUM_BYTES
 from tqdm import tqdm
 
 import fsdp_c
-from fsdp_c.bench._workload import Block, Transformer
+from fsdp_c.tools.bench._workload import Block, Transformer
 
 MIB = 2**20
 NUM_RANKS = 2

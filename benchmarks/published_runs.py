@@ -1,4 +1,4 @@
-"""fsdp_c.plan's times and memory beside published figures of FSDP runs on GPUs.
+"""fsdp_c.tools.plan's times and memory beside published figures of FSDP runs on GPUs.
 
     python benchmarks/published_runs.py
 
@@ -20,8 +20,15 @@ from pathlib import Path
 import torch
 from common import format_table
 
-from fsdp_c.plan import Link, ModelSource, Settings, Sharding, find_model, plan_model
-from fsdp_c.plan._plan import RankPlan
+from fsdp_c.tools.plan import (
+    Link,
+    ModelSource,
+    Settings,
+    Sharding,
+    find_model,
+    plan_model,
+)
+from fsdp_c.tools.plan._plan import RankPlan
 
 GIB = 2**30
 SHARDING = Sharding(

@@ -7,9 +7,9 @@ has netem. Needs root, ip and tc. FSDP_C_HOST_ID makes a host of each namespace:
 shares memory in a host and uses gloo between them, or gloo alone ("flat"). The
 namespaces are removed at the end, also after a failure.
 
-The last lines compare fsdp_c.plan's time of a step's collectives with the step's time
-above the bare model. Its links are measured: a host's by broadcasts between peers, the
-one in a host by the same step with shards in each host only.
+The last lines compare the planned time of a step's collectives with the step's time
+above the bare model. The plan's links are measured: a host's by broadcasts between
+peers, the one in a host by the same step with shards in each host only.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from train_step import BATCH, MODELS, TIME, describe, time_step
 
 from fsdp_c import FullyShardedDataParallel, _native
-from fsdp_c.bench._processes import run_ranks
-from fsdp_c.bench._workload import Block
-from fsdp_c.plan import Link, ModelSource, Settings, Sharding, plan_model
+from fsdp_c.tools.bench._processes import run_ranks
+from fsdp_c.tools.bench._workload import Block
+from fsdp_c.tools.plan import Link, ModelSource, Settings, Sharding, plan_model
 
 NUM_HOSTS = 2
 NUM_LOCAL = 2
@@ -274,7 +274,7 @@ def render(data: Json, rate: str, *, markdown: bool) -> str:
 
 
 def planned_seconds(args: argparse.Namespace, ranks: int, **links: object) -> Json:
-    """Return fsdp_c.plan's bytes and seconds of a step's collectives."""
+    """Return fsdp_c.tools.plan's bytes and seconds of a step's collectives."""
 
     def make(batch: int, sequence: int) -> tuple[torch.nn.Module, object]:
         tokens = torch.zeros(batch, sequence, dtype=torch.long)

@@ -44,7 +44,7 @@ from torch.distributed.fsdp import (
 )
 
 from fsdp_c import checkpoint
-from fsdp_c.bench._workload import Transformer
+from fsdp_c.tools.bench._workload import Transformer
 
 NUM_RANKS = 2
 DISK = "disk"

@@ -31,7 +31,7 @@ from implementations import FSDP_C_ORIG, parallelise
 from torch import nn
 
 from fsdp_c import trace
-from fsdp_c.bench._workload import Block
+from fsdp_c.tools.bench._workload import Block
 
 STEPS_PER_TURN = 5
 

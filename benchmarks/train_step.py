@@ -50,9 +50,9 @@ from implementations import (
 )
 from torch import nn
 
-from fsdp_c.bench._command import positive_int
-from fsdp_c.bench._report import smallest
-from fsdp_c.bench._workload import Transformer
+from fsdp_c.tools.bench._command import positive_int
+from fsdp_c.tools.bench._report import smallest
+from fsdp_c.tools.bench._workload import Transformer
 
 NUM_RANKS = 2  # by default
 BATCH = 2

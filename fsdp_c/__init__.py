@@ -64,25 +64,26 @@ FSDP = FullyShardedDataParallel
 __version__ = _native.build_info()["version"]
 
 if TYPE_CHECKING:
-    from fsdp_c import checkpoint, trace
-    from fsdp_c.plan._explain import ModelSummary, UnitSummary, explain
+    from fsdp_c import checkpoint
+    from fsdp_c.tools import trace
+    from fsdp_c.tools.plan._explain import ModelSummary, UnitSummary, explain
 else:
-    # Public name: the module that has it; None where it is a module itself.
+    # Public name: the module that has it, or that it is.
     _LATER = {
-        "ModelSummary": "fsdp_c.plan._explain",
-        "UnitSummary": "fsdp_c.plan._explain",
-        "checkpoint": None,
-        "explain": "fsdp_c.plan._explain",
-        "trace": None,
+        "ModelSummary": "fsdp_c.tools.plan._explain",
+        "UnitSummary": "fsdp_c.tools.plan._explain",
+        "checkpoint": "fsdp_c.checkpoint",
+        "explain": "fsdp_c.tools.plan._explain",
+        "trace": "fsdp_c.tools.trace",
     }
 
     def __getattr__(name: str) -> Any:
         """Import what is not needed to train when it is first used."""
         if name not in _LATER:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        if _LATER[name] is None:
-            return import_module(f"{__name__}.{name}")  # which sets the attribute
-        globals()[name] = value = getattr(import_module(_LATER[name]), name)
+        module = import_module(_LATER[name])
+        is_module = module.__name__.endswith(f".{name}")
+        globals()[name] = value = module if is_module else getattr(module, name)
         return value
 
     def __dir__() -> list[str]:
@@ -90,7 +91,7 @@ else:
 
 
 if os.environ.get("FSDP_C_TRACE"):
-    from fsdp_c.trace import _automatic
+    from fsdp_c.tools.trace import _automatic
 
     _automatic.install(os.environ["FSDP_C_TRACE"])
 

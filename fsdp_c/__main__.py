@@ -6,7 +6,7 @@ from importlib import import_module
 # Command: (module with main(words), arguments, purpose).
 COMMANDS = {
     "doctor": (
-        "fsdp_c.doctor",
+        "fsdp_c.tools.doctor",
         "[--json]",
         "check the installation: what was built, which paths are active, what is "
         "broken (exit status 1)",
@@ -17,7 +17,7 @@ COMMANDS = {
         "inspect and convert checkpoints",
     ),
     "trace": (
-        "fsdp_c.trace._command",
+        "fsdp_c.tools.trace._command",
         "summary|merge|show FOLDER ...",
         "summarize, merge or draw recorded timelines",
     ),
@@ -27,12 +27,12 @@ COMMANDS = {
         "run a program with fsdp_c in place of torch's FSDP",
     ),
     "bench": (
-        "fsdp_c.bench._command",
+        "fsdp_c.tools.bench._command",
         "[--device cuda|cpu] [--seconds S] ...",
         "measure fsdp_c, FSDP1, FSDP2 and DDP on this machine",
     ),
     "plan": (
-        "fsdp_c.plan._command",
+        "fsdp_c.tools.plan._command",
         "--model MODEL --world-size N ...",
         "estimate memory, communication and step time of one rank, without a GPU",
     ),

@@ -347,7 +347,7 @@ def plan_step(
     hosts: tuple[int, float, float] = (0, 1.0, 0.0),
     offload: tuple[int, float] = ...,
 ) -> dict[str, Any]:
-    """What a rank needs for a training step; see fsdp_c.plan."""
+    """What a rank needs for a training step; see fsdp_c.tools.plan."""
 
 def transport(group: ProcessGroup, device: torch.device, /) -> tuple[str, str]:
     """What carries a group's collectives, "shm", "nccl" or "c10d", and why c10d."""

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_c.bench import _command
-from fsdp_c.bench._implementations import IMPLEMENTATIONS
-from fsdp_c.bench._processes import run_ranks
-from fsdp_c.bench._report import differences, table
-from fsdp_c.bench._workload import Workload
+from fsdp_c.tools.bench import _command
+from fsdp_c.tools.bench._implementations import IMPLEMENTATIONS
+from fsdp_c.tools.bench._processes import run_ranks
+from fsdp_c.tools.bench._report import differences, table
+from fsdp_c.tools.bench._workload import Workload
 from helpers.distributed import TESTS_DIR, distributed
 
 SMALL = Workload(
@@ -42,7 +42,7 @@ def rounds_of(*medians: float, losses: tuple[float, ...] = (1.0, 0.5)):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @distributed(2)
 def test_all_train_alike(dtype: str, recomputes: bool) -> None:
-    from fsdp_c.bench._worker import MIN_GROUPS, measure
+    from fsdp_c.tools.bench._worker import MIN_GROUPS, measure
 
     workload = replace(SMALL, dtype=dtype, recomputes=recomputes)
     results = {name: [measure(name, workload)] for name in IMPLEMENTATIONS}
@@ -109,7 +109,7 @@ def test_a_rank_ends_though_a_destructor_hangs(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(
         "import pathlib, sys, time\n"
-        "from fsdp_c.bench._processes import end_rank\n"
+        "from fsdp_c.tools.bench._processes import end_rank\n"
         "class Hangs:\n"
         "    def __del__(self): time.sleep(600)\n"
         "hangs = Hangs()\n"

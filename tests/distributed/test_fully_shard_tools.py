@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 import fsdp_c
 from fsdp_c import trace
 from fsdp_c._engines.engine import engine_listeners
-from fsdp_c.trace import _automatic
-from fsdp_c.trace._lanes import lanes_of
+from fsdp_c.tools.trace import _automatic
+from fsdp_c.tools.trace._lanes import lanes_of
 from helpers.distributed import distributed
 from helpers.groups import device_under_test, groups_destroyed
 from helpers.models import DIM, MLP, Block

@@ -17,7 +17,7 @@ from fsdp_c import checkpoint, explain, fully_shard, keep_whole
 from fsdp_c._whole import owned
 from fsdp_c.checkpoint._holders import checked_layout
 from fsdp_c.checkpoint._manifest import MANIFEST, parse_manifest
-from fsdp_c.plan import ModelSource, PlanError, plan_model
+from fsdp_c.tools.plan import ModelSource, PlanError, plan_model
 from helpers.distributed import TEST_DEVICE, distributed
 from helpers.groups import hybrid_groups, kept_mesh
 from helpers.impl import FSDP, CPUOffload, MixedPrecision, ShardingStrategy, fsdp

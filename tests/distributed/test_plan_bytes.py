@@ -31,9 +31,9 @@ from torch.utils._pytree import tree_leaves
 
 import fsdp_c
 from fsdp_c import WholeParameterOptimizer, _native
-from fsdp_c.plan import ModelSource, Settings, Sharding, find_model, plan_model
-from fsdp_c.plan._trace import Inputs
-from fsdp_c.plan._whole import is_hidden_matrix
+from fsdp_c.tools.plan import ModelSource, Settings, Sharding, find_model, plan_model
+from fsdp_c.tools.plan._trace import Inputs
+from fsdp_c.tools.plan._whole import is_hidden_matrix
 from helpers.distributed import TEST_DEVICE, distributed
 from helpers.groups import hybrid_groups
 from helpers.impl import fsdp
@@ -400,7 +400,7 @@ def test_wholes(
     rank: int, world_size: int, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Owners, their state, rounds and what travels, of every rank."""
-    for module in ("fsdp_c._whole.optimizer", "fsdp_c.plan._whole"):
+    for module in ("fsdp_c._whole.optimizer", "fsdp_c.tools.plan._whole"):
         monkeypatch.setattr(f"{module}.ROUND_NBYTES", 4 * 3 * WIDTH * WIDTH)
     case = MUON_CASES[name]
     with c10d_only():

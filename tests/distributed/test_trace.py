@@ -15,7 +15,7 @@ from torch import nn
 
 import fsdp_c
 from fsdp_c import trace
-from fsdp_c.trace._lanes import lanes_of
+from fsdp_c.tools.trace._lanes import lanes_of
 from helpers.distributed import distributed
 from helpers.groups import hybrid_groups
 from helpers.impl import BackwardPrefetch, ShardingStrategy, fsdp

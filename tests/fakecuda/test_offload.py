@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp_c
 from fakecuda.device import needs_cuda, set_schedule
-from fsdp_c.plan import ModelSource, Settings, plan_model
-from fsdp_c.plan._trace import Inputs
+from fsdp_c.tools.plan import ModelSource, Settings, plan_model
+from fsdp_c.tools.plan._trace import Inputs
 from helpers.distributed import distributed
 from helpers.impl import CPUOffload, MixedPrecision, fsdp
 

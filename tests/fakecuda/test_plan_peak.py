@@ -12,8 +12,8 @@ from torch import nn
 from fakecuda.device import needs_fake
 from fakecuda.peak_programs import CASES, DOORS, TOKENS, WORLD_SIZE, Case, Net
 from fsdp_c import _native
-from fsdp_c.plan import ModelSource, Settings, Sharding, plan_model
-from fsdp_c.plan._trace import Inputs
+from fsdp_c.tools.plan import ModelSource, Settings, Sharding, plan_model
+from fsdp_c.tools.plan._trace import Inputs
 from helpers.programs import run_fresh
 
 pytestmark = needs_fake

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fsdp_c.trace import Recorded, Span, UnitInfo
+from fsdp_c.tools.trace import Recorded, Span, UnitInfo
 
 US = 1000
 

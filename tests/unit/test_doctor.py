@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_c import _native, doctor
-from fsdp_c.doctor import Machine, Row
-from fsdp_c.doctor._environment import BUILD_SWITCHES, SWITCHES
+from fsdp_c import _native
+from fsdp_c.tools import doctor
+from fsdp_c.tools.doctor import Machine, Row
+from fsdp_c.tools.doctor._environment import BUILD_SWITCHES, SWITCHES
 from helpers import programs
 
 # Of a machine with a GPU, on which everything works.

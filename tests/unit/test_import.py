@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import fsdp_c
-import fsdp_c.plan
+import fsdp_c.tools.plan
 
 PROGRAM = """
 import sys
@@ -17,7 +17,8 @@ print(*(set(sys.modules) - before))
 from fsdp_c import *
 assert {*fsdp_c.__all__} <= {*dir()}
 assert {*fsdp_c.__all__} <= {*dir(fsdp_c)}
-import fsdp_c.checkpoint, fsdp_c.doctor, fsdp_c.integrations, fsdp_c.plan, fsdp_c.trace
+import fsdp_c.checkpoint, fsdp_c.integrations
+import fsdp_c.tools.doctor, fsdp_c.tools.plan, fsdp_c.tools.trace
 import importlib, os
 from fsdp_c._engines.engine import engine_listeners
 others = len(engine_listeners)
@@ -37,7 +38,7 @@ def test_what_is_loaded_and_found() -> None:
     )
     loaded = set(done.stdout.split())
     assert "fsdp_c._fsdp1.sharded_module" in loaded
-    rooms = tuple(f"fsdp_c.{x}" for x in ("checkpoint", "doctor", "plan", "trace"))
+    rooms = ("fsdp_c.checkpoint", "fsdp_c.tools")
     unneeded = {each for each in loaded if each.startswith(rooms)}
     unneeded |= loaded & {"matplotlib", "numpy", "rich", "torch.distributed.optim"}
     assert not unneeded

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from fsdp_c import _native
 from fsdp_c.__main__ import main
-from fsdp_c.plan import (
+from fsdp_c.tools.plan import (
     Link,
     ModelSource,
     PlanError,
@@ -30,8 +30,8 @@ from fsdp_c.plan import (
     find_model,
     plan_model,
 )
-from fsdp_c.plan._recorder import trace_step
-from fsdp_c.plan._trace import Inputs
+from fsdp_c.tools.plan._recorder import trace_step
+from fsdp_c.tools.plan._trace import Inputs
 
 WIDTH, TOKENS, NUM_BLOCKS = 64, 32, 3
 

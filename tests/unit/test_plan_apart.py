@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from fsdp_c.plan import ModelSource, Sharding, plan_model
-from fsdp_c.plan._trace import Inputs
+from fsdp_c.tools.plan import ModelSource, Sharding, plan_model
+from fsdp_c.tools.plan._trace import Inputs
 
 
 class _Layer(nn.Linear):

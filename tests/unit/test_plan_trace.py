@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_c.plan._ledger import Change, Ledger
-from fsdp_c.plan._recorder import trace_step
-from fsdp_c.plan._trace import Entry, Inputs, StepTrace
+from fsdp_c.tools.plan._ledger import Change, Ledger
+from fsdp_c.tools.plan._recorder import trace_step
+from fsdp_c.tools.plan._trace import Entry, Inputs, StepTrace
 
 WIDTH, TOKENS = 64, 32
 ROW = TOKENS * WIDTH * 4  # bytes of an activation

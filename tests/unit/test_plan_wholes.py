@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_c.__main__ import main
-from fsdp_c.plan import ModelSource, RankPlan, Settings, Sharding, plan_model
+from fsdp_c.tools.plan import ModelSource, RankPlan, Settings, Sharding, plan_model
 
 WIDTH, NUM_BLOCKS = 64, 3
 MATRIX_NBYTES = 4 * WIDTH * WIDTH

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from fsdp_c import _native
-from fsdp_c.plan import plan_model
-from fsdp_c.plan._models import ModelSource
+from fsdp_c.tools.plan import plan_model
+from fsdp_c.tools.plan._models import ModelSource
 from helpers.programs import run_program
 
 FACTOR = 4

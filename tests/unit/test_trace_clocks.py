@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from fsdp_c.trace import Recorded, Span, Trace
-from fsdp_c.trace._clocks import align, describe
-from fsdp_c.trace._lanes import lanes_of
+from fsdp_c.tools.trace import Recorded, Span, Trace
+from fsdp_c.tools.trace._clocks import align, describe
+from fsdp_c.tools.trace._lanes import lanes_of
 from helpers.traces import US, recording
 
 

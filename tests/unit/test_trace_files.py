@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from fsdp_c.trace import Recorded, Trace, TraceError, load
-from fsdp_c.trace._chrome import THREADS
-from fsdp_c.trace._command import main
-from fsdp_c.trace._data import from_json, prepare_folder, rank_path, write_json
+from fsdp_c.tools.trace import Recorded, Trace, TraceError, load
+from fsdp_c.tools.trace._chrome import THREADS
+from fsdp_c.tools.trace._command import main
+from fsdp_c.tools.trace._data import from_json, prepare_folder, rank_path, write_json
 from helpers.traces import UNIT, Times, recording
 
 # What a viewer may rely on: https://perfetto.dev, "trace event format".

@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import pytest
 
-from fsdp_c.trace import Recorded, Span, Trace
-from fsdp_c.trace._lanes import Lanes, lanes_of
+from fsdp_c.tools.trace import Recorded, Span, Trace
+from fsdp_c.tools.trace._lanes import Lanes, lanes_of
 from helpers.traces import UNIT, US, Times, recording
 
 T = Times()

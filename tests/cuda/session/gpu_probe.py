@@ -31,7 +31,7 @@ import gpu_step  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from fsdp_c.bench._implementations import FSDP1, FSDP2, OURS, OURS_FULLY  # noqa: E402
+from fsdp_c.tools.bench._implementations import FSDP1, FSDP2, OURS, OURS_FULLY  # noqa: E402
 from helpers.one_gpu import one_gpu_environment  # noqa: E402
 
 Json = dict[str, Any]

@@ -1,0 +1,1 @@
+"""Tools beside training: plan it, trace it, measure it, check the installation."""

@@ -1,0 +1,158 @@
+"""A trace in words."""
+
+from collections.abc import Sequence
+
+from fsdp_c.tools.trace._advice import advice
+from fsdp_c.tools.trace._clocks import align, describe
+from fsdp_c.tools.trace._lanes import Lanes
+from fsdp_c.tools.trace._numbers import Numbers, PhaseNumbers, numbers_of
+
+_WHOLES = {
+    "gather_wholes": "whole parameters, to their owners",
+    "step_wholes": "whole parameters, steps of owners",
+    "scatter_wholes": "whole parameters, back home",
+}
+# Units that are listed one by one.
+MAX_UNITS = 8
+
+
+def summary(all_lanes: Sequence[Lanes]) -> str:
+    """Return what a reader should know of these ranks' steps."""
+    numbers = numbers_of(all_lanes)
+    first = all_lanes[0].recorded
+    lines = [_head(numbers, all_lanes)]
+    if numbers.num_steps == 0:
+        lines.append("No step was recorded: the wrapped module's forward did not run.")
+        return "\n".join(lines) + "\n"
+    lines += ["", *_where(numbers, all_lanes), "", *_prefetches(numbers)]
+    lines += ["", *_units(numbers), "", *_notes(numbers, all_lanes)]
+    sentences = advice(numbers, first)
+    if sentences:
+        lines += ["", "Advice:", *(f"  * {each}" for each in sentences)]
+    else:
+        lines += ["", _nothing(numbers, sees_device=_sees(all_lanes))]
+    return "\n".join(lines) + "\n"
+
+
+def _sees(all_lanes: Sequence[Lanes]) -> bool:
+    """Whether waits of the compute lane are known: of the host, or of a device."""
+    return all(e.on_device or e.recorded.device == "cpu" for e in all_lanes)
+
+
+def _head(numbers: Numbers, all_lanes: Sequence[Lanes]) -> str:
+    recorded = all_lanes[0].recorded
+    ranks = f"{numbers.num_ranks} of {recorded.world_size} ranks"
+    carried = f", carried by {recorded.transport}" if recorded.transport else ""
+    return (
+        f"{numbers.num_steps} steps, {ranks}, {len(recorded.units)} units, on "
+        f"{recorded.device}{carried}. Means per step and rank:"
+    )
+
+
+def _row(name: str, time: float, numbers: Numbers) -> str:
+    return f"  {name:<46}{time / 1e6:>10.3f} ms {numbers.share(time):>7.1%}"
+
+
+def _where(numbers: Numbers, all_lanes: Sequence[Lanes]) -> list[str]:
+    lines = [_row("step", numbers.step, numbers)]
+    lines.append(_row("compute of the units", numbers.compute, numbers))
+    if _sees(all_lanes):
+        lines.append(_row("exposed communication", numbers.exposed, numbers))
+        lines.append(_row("  waiting for unshards", numbers.unshard_wait, numbers))
+        lines.append(_row("  waiting for reductions", numbers.reduce_wait, numbers))
+        if numbers.starts_block:
+            name = "  starting collectives (data moves there)"
+            lines.append(_row(name, numbers.start, numbers))
+    if not numbers.starts_block:
+        name = "host, starting collectives"
+        lines.append(_row(name, numbers.start, numbers))
+    lines.append(_row("host, other fsdp_c work", numbers.host, numbers))
+    if numbers.clip > 0:
+        lines.append(_row("clip_grad_norm_", numbers.clip, numbers))
+    name = "outside forward and backward (optimizer, data)"
+    lines.append(_row(name, numbers.rest, numbers))
+    lines += [
+        _row(f"  {_WHOLES[kind]}", time, numbers)
+        for kind, time in numbers.wholes.items()
+    ]
+    return lines
+
+
+def _phase(name: str, phase: PhaseNumbers) -> str:
+    rate = phase.hit_rate
+    if rate is None:
+        return f"  {name:<9} no all-gathers"
+    text = f"  {name:<9} {phase.hits} hits, {phase.misses} misses ({rate:.0%} hits)"
+    if phase.late:
+        text += f"; {phase.late} of the hits were late"
+    return text
+
+
+def _prefetches(numbers: Numbers) -> list[str]:
+    lines = ["Prefetches, of all steps and ranks:"]
+    lines += [_phase(name, phase) for name, phase in numbers.phases.items()]
+    if numbers.num_unused:
+        lines.append(f"  {numbers.num_unused} were dropped unused")
+    return lines
+
+
+def _units(numbers: Numbers) -> list[str]:
+    ordered = sorted(numbers.units.items(), key=lambda item: -item[1].waited)
+    name, unit = ordered[0]
+    lines = []
+    if unit.waited > 0:
+        lines.append(
+            f"Unit {name} waits longest: {unit.waited / 1e6:.3f} ms per step "
+            f"(unshards {unit.unshard_wait / 1e6:.3f}, reductions "
+            f"{unit.reduce_wait / 1e6:.3f})."
+        )
+    shown = ordered[:MAX_UNITS]
+    width = max(len("unit"), *(len(each) for each, _ in shown))
+    lines.append(
+        f"  {'unit':<{width}} {'unshard':>9} {'reduce':>9} {'start':>9} "
+        f"{'host':>9} {'compute':>9}  (ms per step)"
+    )
+    for each, times in shown:
+        lines.append(
+            f"  {each:<{width}} {times.unshard_wait / 1e6:>9.3f} "
+            f"{times.reduce_wait / 1e6:>9.3f} {times.start / 1e6:>9.3f} "
+            f"{times.host / 1e6:>9.3f} {times.compute / 1e6:>9.3f}"
+        )
+    if len(ordered) > MAX_UNITS:
+        lines.append(f"  and {len(ordered) - MAX_UNITS} units that wait less")
+    return lines
+
+
+def _notes(numbers: Numbers, all_lanes: Sequence[Lanes]) -> list[str]:
+    lines = [f"The arena held at most {numbers.arena_peak / 2**20:.2f} MiB on a rank."]
+    if numbers.num_rounds:
+        there, _, back = (numbers.whole_nbytes.get(kind, 0.0) for kind in _WHOLES)
+        lines.append(
+            f"Whole parameters: {numbers.num_rounds:.0f} rounds per step, "
+            f"{there / 2**20:.2f} MiB to owners and {back / 2**20:.2f} MiB home, over "
+            "all ranks."
+        )
+    if len(all_lanes) > 1:
+        lines.append(describe(align(all_lanes)))
+        lines.append(f"Waits for late ranks: {numbers.skew / 1e6:.3f} ms per step.")
+    if not _sees(all_lanes):
+        lines.append(
+            "There are no device times: compute is the host's time in the units, and "
+            "exposed communication is unknown."
+        )
+    if numbers.num_lost:
+        lines.append(
+            f"{numbers.num_lost} spans were overwritten, the oldest first: record "
+            "fewer steps, or give record() a larger capacity."
+        )
+    return lines
+
+
+def _nothing(numbers: Numbers, *, sees_device: bool) -> str:
+    if not sees_device:
+        return "No advice: it needs the device's times."
+    return (
+        f"No advice: {numbers.exposed / 1e6:.3f} ms per step "
+        f"({numbers.share(numbers.exposed):.1%}) of communication is exposed, which no "
+        "FSDP setting would reduce."
+    )
