@@ -33,7 +33,7 @@ from fsdp_c._capture.checks import (
     prepare_nccl,
 )
 from fsdp_c._engines.models import engines_in, reset, units_in
-from fsdp_c._units.agree import on_any_rank
+from fsdp_c._units.collectives import on_any_rank
 
 
 class CapturedStep:

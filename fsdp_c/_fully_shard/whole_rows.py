@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_c._native import Placement
 from fsdp_c._state.exchange import Move, exchange_in
-from fsdp_c._units.batches import in_batches
+from fsdp_c._units.collectives import in_batches
 from fsdp_c._units.cuts import has_values, local_of, with_memory
 
 # Of whole tensors in one exchange, unless one is larger.

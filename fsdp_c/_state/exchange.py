@@ -35,9 +35,8 @@ from fsdp_c._native import (
 )
 from fsdp_c._state.parts import ParamPart
 from fsdp_c._units.base import ShardedModule
-from fsdp_c._units.batches import in_batches
+from fsdp_c._units.collectives import in_batches, naming_ranks
 from fsdp_c._units.device import CPU, backends_of
-from fsdp_c._units.failures import naming_ranks
 
 # Pieces of at least this size are not packed.
 DIRECT_NBYTES = 1024 * 1024

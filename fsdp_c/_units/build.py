@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_c import _native
 from fsdp_c._units.base import Ignored, ShardedUnit
 from fsdp_c._units.buffers import UnitBuffers
+from fsdp_c._units.collectives import broadcast_from_first
 from fsdp_c._units.config import Config
 from fsdp_c._units.cuts import Cut, local_of
 from fsdp_c._units.keep_whole import block_numels, check_padding, kept_of
@@ -16,7 +17,6 @@ from fsdp_c._units.materialize import materialize
 from fsdp_c._units.originals import Originals
 from fsdp_c._units.parallel import ParallelParams, localize
 from fsdp_c._units.params import collect_uses, move_to_device, own_modules
-from fsdp_c._units.sync import broadcast_from_first
 from fsdp_c._units.uses import ParamUse, mark_sharded
 
 

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp.api import ShardingStrategy
 
 from fsdp_c._torch_compat import HYBRID_SHARD_ZERO2, timeout_of
+from fsdp_c._units.collectives import naming_ranks
 from fsdp_c._units.device import current_accelerator
-from fsdp_c._units.failures import naming_ranks
 from fsdp_c._units.foreign_groups import ForeignGroup, is_foreign_group
 
 HYBRID = frozenset({ShardingStrategy.HYBRID_SHARD, HYBRID_SHARD_ZERO2})

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from fsdp_c._state.parts import ParamPart
-from fsdp_c._units.agree import on_any_rank
+from fsdp_c._units.collectives import on_any_rank
 from fsdp_c._units.owner import owners_in
 from fsdp_c._whole.owned import (
     Dealt,

@@ -27,7 +27,7 @@ from fsdp_c._state.exchange import (
     runs_beside,
 )
 from fsdp_c._state.parts import ParamPart, Spread, whole_part
-from fsdp_c._units.failures import naming_ranks
+from fsdp_c._units.collectives import naming_ranks
 from fsdp_c._units.names import clean_name
 from fsdp_c._units.owner import owners_in
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from fsdp_c._units.failures import naming_ranks
+from fsdp_c._units.collectives import naming_ranks
 from fsdp_c.checkpoint._errors import CheckpointError
 
 

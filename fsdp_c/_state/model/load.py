@@ -33,8 +33,8 @@ from fsdp_c._state.sharded_tensors import (
     is_sharded,
     sharded_shape,
 )
-from fsdp_c._units.agree import on_any_rank
 from fsdp_c._units.base import Load, ShardedModule, sharded_modules
+from fsdp_c._units.collectives import on_any_rank
 from fsdp_c._units.device import CPU, wait_for_uploads
 from fsdp_c._units.names import WRAPPED_PREFIX, clean_name
 from fsdp_c._units.parallel import from_state

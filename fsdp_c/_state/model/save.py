@@ -37,8 +37,8 @@ from fsdp_c._state.model.local import local_state
 from fsdp_c._state.model.plain import SAVING, moves_plainly
 from fsdp_c._state.parts import spread_of, unit_values
 from fsdp_c._state.sharded_tensors import is_sharded
-from fsdp_c._units.agree import on_any_rank
 from fsdp_c._units.base import ShardedModule, sharded_modules
+from fsdp_c._units.collectives import on_any_rank
 from fsdp_c._units.names import clean_name
 from fsdp_c._units.parallel import to_state
 from fsdp_c._units.tree import Tree

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from fsdp_c._state.optim.classes import class_name
 from fsdp_c._state.optim.states import ParamState, describe, same_value
 from fsdp_c._state.parts import ParamPart
-from fsdp_c._units.failures import naming_ranks
+from fsdp_c._units.collectives import naming_ranks
 
 
 class Scalar(NamedTuple):

@@ -32,7 +32,7 @@ from fsdp_c._state.optim.states import assemble
 from fsdp_c._state.parts import ParamPart, find_parts
 from fsdp_c._state.sharded_tensors import find_problem
 from fsdp_c._units.base import ShardedModule, sharded_modules
-from fsdp_c._units.failures import naming_ranks
+from fsdp_c._units.collectives import naming_ranks
 from fsdp_c._units.parallel import from_state
 
 _Wanted = Mapping[str, WantedState]
