@@ -9,7 +9,7 @@ local tensors become views of its shard. What changes the DTensors themselves, a
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -17,7 +17,6 @@ from torch import nn
 from fsdp_c import _native
 from fsdp_c._fully_shard.arguments import Arguments
 from fsdp_c._fully_shard.comms import Comms
-from fsdp_c._fully_shard.settings import GroupSettings
 from fsdp_c._fully_shard.several import Runs
 from fsdp_c._fully_shard.sharded_params import Place, ShardedParams
 from fsdp_c._units.cuts import Cut
@@ -31,6 +30,26 @@ _STRATEGIES = {
     (True, True): "HYBRID_SHARD",
     (True, False): "_HYBRID_SHARD_ZERO2",
 }
+
+_Refs = Sequence["weakref.ref[Group]"]
+
+
+@dataclass(frozen=True)
+class GroupSettings:
+    """What the methods of FSDPModule set on a group; change() replaces it whole."""
+
+    reshards: bool | None  # after forward; None: unless it is the root
+    keeps_part: bool  # of the parameters until backward, in a group of a few ranks
+    syncs: bool = True
+    all_reduces: bool = True
+    divisor: float = 0.0  # of gradients; 0: the number of ranks
+    unshards_in_backward: bool = True
+    reshards_after_backward: bool = True  # if that does not reduce
+    fills_unused: bool = False
+    prefetches: tuple[_Refs, _Refs] = ((), ())  # in forward, in backward
+    # Of the root's group, for its whole engine:
+    is_last_backward: bool = True
+    finalizes_by_hand: bool = False
 
 
 class Group(Owner):
