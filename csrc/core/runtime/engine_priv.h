@@ -15,7 +15,7 @@
  *   unused.c
  *   gradients.c  check_order.c  launch.c  apart.c
  *   in_place.c
- *   memory.c  failure.c  note.c
+ *   device_calls.c  failure.c  note.c
  */
 #ifndef FSDP_RUNTIME_ENGINE_PRIV_H
 #define FSDP_RUNTIME_ENGINE_PRIV_H
@@ -44,12 +44,6 @@ FSDP_NODISCARD fsdp_status fsdp_unit_priv_check(const fsdp_unit *unit,
  * error [out] `cause`; NULL is fine. */
 void fsdp_unit_priv_fail(fsdp_unit *unit, const fsdp_error *cause,
                          fsdp_error *error);
-/* `waiter` waits for the work now on `recorder`, through `event`. */
-FSDP_NODISCARD fsdp_status fsdp_engine_priv_wait_lane(fsdp_engine *engine,
-                                                      fsdp_lane waiter,
-                                                      fsdp_lane recorder,
-                                                      fsdp_event *event,
-                                                      fsdp_error *error);
 
 /* launch.c: calls of one group's transport on one lane, which it may merge. */
 enum { FSDP_LABEL_NBYTES = 160 };
@@ -70,7 +64,7 @@ FSDP_NODISCARD fsdp_status fsdp_engine_priv_close_launch(
     fsdp_engine *engine, const fsdp_priv_launch *launch, fsdp_status status,
     fsdp_error *error);
 
-/* memory.c */
+/* device_calls.c */
 /* A block besides those of the arena; give it back with block_free. COMPUTE may
  * use it at once, other lanes after a wait for COMPUTE. */
 FSDP_NODISCARD fsdp_status fsdp_engine_priv_alloc(fsdp_engine *engine,
@@ -80,7 +74,7 @@ FSDP_NODISCARD fsdp_status fsdp_engine_priv_alloc(fsdp_engine *engine,
  * the device was out of memory, and blocks that nobody holds were freed. */
 bool fsdp_engine_priv_has_made_room(fsdp_engine *engine, fsdp_status status);
 
-/* items.c: the first items of the unit's list, in one launch. None: nothing. */
+/* The first items of the unit's list, in one launch. None: nothing. */
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_pack_items(fsdp_unit *unit,
                                                      fsdp_lane lane,
                                                      int64_t num_items,
@@ -91,6 +85,12 @@ FSDP_NODISCARD fsdp_status fsdp_unit_priv_accumulate_items(fsdp_unit *unit,
                                                            int64_t num_items,
                                                            double scale,
                                                            fsdp_error *error);
+/* `waiter` waits for the work now on `recorder`, through `event`. */
+FSDP_NODISCARD fsdp_status fsdp_engine_priv_wait_lane(fsdp_engine *engine,
+                                                      fsdp_lane waiter,
+                                                      fsdp_lane recorder,
+                                                      fsdp_event *event,
+                                                      fsdp_error *error);
 
 /* unused.c: Note [Unused parameters]. Nothing happens in a unit that does not
  * find them. */
