@@ -9,10 +9,6 @@
 
 #include "layout/flat_layout.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
-
 /*
  * On the CPU the alignment is FSDP1's, so that shards have FSDP1's shapes: only
  * parameters are aligned, and only with use_orig_params. An accelerator aligns
@@ -22,10 +18,16 @@ extern "C" {
  * param_itemsize  bytes of the dtype in which the unit computes; 0: the
  *                 parameters' own dtypes.
  */
-fsdp_alignment fsdp_alignment_choose(int32_t param_itemsize,
-                                     bool use_orig_params, bool is_cpu);
-
-#ifdef __cplusplus
+static inline fsdp_alignment fsdp_alignment_choose(int32_t param_itemsize,
+                                                   bool use_orig_params,
+                                                   bool is_cpu) {
+  fsdp_alignment alignment;
+  /* The largest value makes each segment use its own itemsize. */
+  alignment.itemsize =
+      param_itemsize > 0 ? param_itemsize : FSDP_ALIGNMENT_NBYTES;
+  alignment.params = use_orig_params || !is_cpu;
+  alignment.shards = !is_cpu;
+  return alignment;
 }
-#endif
+
 #endif /* FSDP_LAYOUT_ALIGNMENT_H */
