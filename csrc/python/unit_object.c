@@ -376,12 +376,6 @@ static PyObject *unit_get_holds_grads(PyObject *object,
       fsdp_unit_holds_grads(fsdp_torch_unit_core(unit_of(object))));
 }
 
-static PyObject *unit_get_pending_grads(PyObject *object,
-                                        void *Py_UNUSED(closure)) {
-  return PyLong_FromLongLong(
-      fsdp_unit_pending_grads(fsdp_torch_unit_core(unit_of(object))));
-}
-
 static PyObject *shard_item(const void *unit, int64_t segment) {
   return fsdp_torch_unit_shard(unit, segment);
 }
@@ -562,8 +556,6 @@ static PyGetSetDef unit_getset[] = {
      "Whether unshard() of the user holds, whether or not it has ended.", NULL},
     {"holds_grads", unit_get_holds_grads, NULL,
      "Whether gradients of a no_sync backward wait to be reduced.", NULL},
-    {"pending_grads", unit_get_pending_grads, NULL,
-     "Gradients that this backward still has to deliver.", NULL},
     {"layout", unit_get_layout, NULL,
      "Where the parameters lie in the shards, as a Layout.", NULL},
     {"slots", unit_get_slots, NULL,
