@@ -14,7 +14,6 @@ from fsdp_c.checkpoint._checksums import crc32c
 
 MAX_NBYTES = 1 << 30
 _HEAD = re.compile(rb'\{"crc32c": "([0-9a-f]{8})",\n')
-HEAD_NBYTES = len('{"crc32c": "00000000",\n')
 
 
 def dump(value: dict[str, Any]) -> bytes:
