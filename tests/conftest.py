@@ -16,6 +16,11 @@ from helpers.pairwise import covering
 if importlib.metadata.version("torch").startswith("2.11"):  # it has no such meshes
     collect_ignore = ["distributed/test_fully_shard_meshes.py"]
 
+# How many sets of parameters of a test function a push runs, but for folders whose
+# parameters are the files or the numbers to check.
+NUM_SETS = 2
+WHOLE = {"docs", "lint", "unit"}
+
 # What workers import before they are forked if tests of a folder were collected: it
 # takes each of them seconds.
 IMPORTED_BY = {"huggingface": ("transformers.trainer", "accelerate", "peft")}
@@ -26,8 +31,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--full",
         action="store_true",
-        help="run every set of parameters of each test function, not only as many as "
-        "hold every pair of values; run what is marked only_full",
+        help="run every set of parameters of each test function, and what is marked "
+        "only_full",
+    )
+    parser.addoption(
+        "--pairs",
+        action="store_true",
+        help="of each test function run as many sets of parameters as hold every pair "
+        f"of values, not only the {NUM_SETS} of them that hold most",
     )
     parser.addoption(
         "--one-each",
@@ -49,7 +60,9 @@ def pytest_collection_modifyitems(
     if named or config.getoption("--full"):
         return
     is_brief = config.getoption("--one-each")
-    choose = _one_of_each if is_brief else _every_pair
+    choose = _every_pair if config.getoption("--pairs") else _most_pairs
+    if is_brief:
+        choose = _one_of_each
     left_out = ["only_full"]
     if is_brief and device != "cpu":
         left_out.append("bookkeeping")
@@ -83,17 +96,19 @@ def _one_of_each(name: str, items: list[pytest.Item]) -> list[pytest.Item]:
 
 
 def _every_pair(_: str, items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return items that hold every pair of parameter values, and every world size.
-
-    Of functions marked ``each_value`` they hold every value.
-    """
-    strength = 1 if items[0].get_closest_marker("each_value") else 2
+    """Return items that hold every pair of values and every world size; best first."""
     rows = []
     for item in items:
         call = getattr(item, "callspec", None)
         params = {} if call is None else call.params
         rows.append({name: repr(value) for name, value in params.items()})
-    return [items[index] for index in covering(rows, "world_size", strength)]
+    return [items[index] for index in covering(rows, "world_size")]
+
+
+def _most_pairs(name: str, items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the items that hold most pairs."""
+    chosen = _every_pair(name, items)
+    return chosen if items[0].path.parent.name in WHOLE else chosen[:NUM_SETS]
 
 
 @pytest.fixture(scope="session", autouse=True)

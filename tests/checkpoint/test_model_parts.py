@@ -77,7 +77,6 @@ def test_buffers_ignored_and_extra_state(tmp_path: Path, precision: Any) -> None
         assert found["table"].dtype == torch.float32
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4)])
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=4)

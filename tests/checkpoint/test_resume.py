@@ -79,7 +79,6 @@ def _state_tensors(optim: Optimizer) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.each_value
 @pytest.mark.trap(25)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -345,7 +344,6 @@ def test_under_a_default_device(
     assert found.extra["scalar"].item() == 2.5
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=(2, 3))

@@ -55,7 +55,6 @@ class _Model(nn.Module):
         return self.out(x)
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("around", [True, False])

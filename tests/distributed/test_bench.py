@@ -36,7 +36,6 @@ def rounds_of(*medians: float, losses: tuple[float, ...] = (1.0, 0.5)):
     ]
 
 
-@pytest.mark.each_value
 @pytest.mark.cpu_only("the measured units are told to use the CPU")
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -61,7 +61,6 @@ def _train(code: Any, model_class: str, options: dict[str, Any]) -> list[Tensor]
     return log
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize(
     "model_class", ["TransformerWithSharedParams", "NestedWrappedModule"]

@@ -94,7 +94,6 @@ def _train(differential: Differential) -> None:
         differential.clip(0.1)
 
 
-@pytest.mark.each_value
 @every_strategy
 @distributed(world_size=(2, 3, 4))
 @with_model("uneven")
@@ -109,7 +108,6 @@ def test_default_hooks(differential: Differential, strategy: str) -> None:
     _train(differential)
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("offloads", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -160,7 +158,6 @@ def _units(differential: Differential) -> list[nn.Module]:
     return [root, *blocks]
 
 
-@pytest.mark.each_value
 @every_strategy
 @distributed(world_size=(2, 3))
 @with_model()
@@ -202,7 +199,6 @@ def test_sharded_no_sync(differential: Differential) -> None:
         differential.checked_step()
 
 
-@pytest.mark.each_value
 @every_strategy
 @distributed(world_size=2)
 @with_model(tolerance=4e-2)
@@ -234,7 +230,6 @@ def test_reduce_dtype(strategy: str, reduce_dtype: torch.dtype) -> None:
     assert len(record.calls) == 2 * NUM_UNITS
 
 
-@pytest.mark.each_value
 @varied(model=["mixed_dtype", "frozen", "unused", "called_twice"], strategy=STRATEGIES)
 @distributed(world_size=2)
 @with_model()
@@ -252,7 +247,6 @@ def test_segments(differential: Differential, model: str) -> None:
         assert {c.dtype for c in record.calls} == {torch.float32, torch.bfloat16}
 
 
-@pytest.mark.each_value
 @every_strategy
 @pytest.mark.parametrize("raises_at", [0, 2, NUM_UNITS - 1])
 @distributed(world_size=2)

@@ -67,7 +67,6 @@ def _assert_nothing_shared(model: nn.Module, other: nn.Module) -> None:
     assert not mine & theirs
 
 
-@pytest.mark.each_value
 @every_strategy
 @pytest.mark.parametrize("num_steps", [0, 2])
 @distributed(world_size=(2, 3))
@@ -158,7 +157,6 @@ class Middle(nn.Module):
         return self.linear(self.block(x)) + self.shift.to(x.dtype)
 
 
-@pytest.mark.each_value
 @pytest.mark.trap(20)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("num_steps", [0, 1])

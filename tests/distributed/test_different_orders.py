@@ -75,7 +75,6 @@ def _make(api: str, **options: Any) -> Diverging:
     return made
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("prefetch", [True, False])
@@ -91,7 +90,6 @@ def test_training(strategy: str, api: str, prefetch: bool) -> None:
         del differential
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("schedule", ["znsu", "znnsu", "zpsu", "zpnsu"])
 @pytest.mark.parametrize("api", ["FSDP", "fully_shard"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])

@@ -23,7 +23,6 @@ def _flat_params(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @distributed(world_size=2)

@@ -119,7 +119,6 @@ def test_a_shard_that_the_parent_changes_is_refused(api: str) -> None:
     assert _sums(_shards(model)) != now
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("switch", ["copy", "c10d"])
 @pytest.mark.parametrize("api", APIS)
 @distributed(world_size=2)

@@ -39,7 +39,6 @@ def _everyones(value: float) -> list[float]:
     return values
 
 
-@pytest.mark.each_value
 @pytest.mark.trap(23)
 @every_strategy
 @distributed(world_size=RANKS)

@@ -109,7 +109,6 @@ def _check_gradient_memory(differential: Differential, *, num_units: int = 1) ->
         assert param.requires_grad or param.grad is None
 
 
-@pytest.mark.each_value
 @pytest.mark.trap(2)
 @every_strategy
 @distributed(world_size=RANKS)
@@ -136,7 +135,6 @@ def test_everything_in_one_unit(strategy: str, use_orig_params: bool) -> None:
                 assert torch.equal(state[name], before[name]), name
 
 
-@pytest.mark.each_value
 @every_strategy
 @distributed(world_size=RANKS)
 @with_model(
@@ -154,7 +152,6 @@ def test_quantised_weights_under_mixed_precision(differential: Differential) -> 
     _check_gradient_memory(differential, num_units=3)
 
 
-@pytest.mark.each_value
 @every_strategy
 @pytest.mark.parametrize("units", ["one", "adapters inside"])
 @distributed(world_size=RANKS)
@@ -194,7 +191,6 @@ def _path(model: nn.Module, name: str) -> str:
     )
 
 
-@pytest.mark.each_value
 @pytest.mark.trap(19)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("at_wrapping", ["trainable", "frozen"])

@@ -116,7 +116,6 @@ def _compare_eval(differential: Differential) -> None:
     model.train()
 
 
-@pytest.mark.each_value
 @pytest.mark.trap(20)
 @pytest.mark.trap(21)
 @pytest.mark.parametrize("use_orig_params", [True, False])
@@ -150,7 +149,6 @@ def test_replicas() -> None:
         del differential
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("value", [None, "0"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(world_size=2)

@@ -18,7 +18,6 @@ from helpers.rows import Rows, shard_units
 MODELS = sorted(set(CASES) - {"scalar", "mixed_dtype", "tied"})
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("reshard_after_forward", [None, True, False])
 @distributed(world_size=(2, 3, 4))
@@ -33,7 +32,6 @@ def test_training(model: str, reshard_after_forward: bool | None) -> None:
     both.train(1)
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("no_sync", [True, False])
 @pytest.mark.parametrize("shape", [(4, 1), (2, 2), (1, 4)])
 @distributed(world_size=4)

@@ -92,7 +92,6 @@ def num_reduces(model: nn.Module) -> int:
     return fsdp_c.memory_stats(model)["num_reduces"]
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("reshard_after_forward", [None, True, False])
 @distributed(world_size=(2, 3))
 def test_training(reshard_after_forward: bool | None) -> None:

@@ -64,7 +64,6 @@ class Reduces(_Allocates, ReduceScatter):
         output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("model", ["uneven", "transformer", "frozen"])
 @pytest.mark.parametrize("reshard_after_forward", [None, False])
 @distributed(world_size=(2, 4))

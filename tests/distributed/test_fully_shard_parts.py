@@ -20,7 +20,6 @@ def last_dim(param: nn.Parameter) -> Shard:
     return Shard(param.ndim - 1)
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("model", ["mlp", "transformer", "uneven", "called_twice"])
 @pytest.mark.parametrize("placement", [None, last_dim])
 @distributed(world_size=4)

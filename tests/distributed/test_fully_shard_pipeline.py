@@ -31,7 +31,6 @@ def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target).square().sum()
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("name", "reshards"),
     [

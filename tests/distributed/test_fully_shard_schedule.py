@@ -129,7 +129,6 @@ def _tokens(generator: torch.Generator) -> tuple[Tensor, ...]:
     return (torch.randint(0, 7, (4, 3), generator=generator),)
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("kind", [_Embedded, _Recomputed])
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 @distributed(world_size=(2, 3))

@@ -26,7 +26,6 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.each_value
 @pytest.mark.trap(10)
 @pytest.mark.trap(11)
 @pytest.mark.parametrize("api", APIS)

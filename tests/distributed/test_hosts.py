@@ -38,7 +38,6 @@ def on_hosts(*hosts: str) -> Iterator[dist.ProcessGroup]:
             dist.destroy_process_group(group)
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @pytest.mark.parametrize("model", ["transformer", "uneven"])

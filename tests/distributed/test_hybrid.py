@@ -29,7 +29,6 @@ def _train(shape: tuple[int, int], strategy: str, use_orig_params: bool) -> None
         del differential
 
 
-@pytest.mark.each_value
 @pytest.mark.trap(13)
 @pytest.mark.trap(14)
 @pytest.mark.parametrize("use_orig_params", [True, False])

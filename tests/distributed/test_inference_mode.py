@@ -9,7 +9,6 @@ from helpers.rows import in_either_api
 from helpers.transports import OWN, over
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("transport", [OWN, "c10d"])
 @pytest.mark.parametrize("api", ["FSDP", "FSDP flat", "fully_shard"])
 @distributed(world_size=2)

@@ -176,7 +176,6 @@ class _Walk:
 
 @pytest.mark.parametrize("api", ["FSDP flat", "fully_shard"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.each_value
 @pytest.mark.parametrize("seed", range(NUM_WALKS))
 @distributed(world_size=(1, 2))
 def test_walks(seed: int, strategy: str, api: str) -> None:

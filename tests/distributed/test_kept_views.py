@@ -41,7 +41,6 @@ def _model(api: str) -> Any:
     return shard_by(api, nn.Sequential(Block(), Block()), {Block})
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("when", ["forward", "backward"])
 @pytest.mark.parametrize("api", APIS)
 @distributed(world_size=2)

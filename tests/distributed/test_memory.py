@@ -182,7 +182,6 @@ def test_shards_of_several_units(world_size: int) -> None:
     assert stats["shard_nbytes"] == expected
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @pytest.mark.parametrize("set_to_none", [True, False])
 @distributed(world_size=2)

@@ -87,7 +87,6 @@ ON_CPU = pytest.mark.cpu_only("memory of a device is shared in another way")
 
 
 @ON_CPU
-@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("api", "how"),
     [

@@ -160,7 +160,6 @@ class _Net(nn.Module):
         return self.out(x)
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("used", [0, 1])
 @pytest.mark.parametrize("kind", KINDS)

@@ -47,7 +47,6 @@ def _assert_same_local(
     assert one["param_groups"] == other["param_groups"]
 
 
-@pytest.mark.each_value
 @pytest.mark.trap(25)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize(
@@ -102,7 +101,6 @@ def test_other_wrapping(rank: int, use_orig_params: bool, form: str) -> None:
             assert names == [sorted(g["params"]) for g in expected["param_groups"]]
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("strategy", ["NO_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"])
 @pytest.mark.parametrize("form", ["full", "rank0", "sharded"])
 @pytest.mark.parametrize("use_orig_params", [True, False])
@@ -134,7 +132,6 @@ def test_other_strategy(
         del model, optim
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("optimizer", ["momentum", "adam", "adagrad", "counting"])
 @distributed(world_size=4)

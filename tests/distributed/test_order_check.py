@@ -131,7 +131,6 @@ def test_replicas(rank: int) -> None:
         del model
 
 
-@pytest.mark.each_value
 @pytest.mark.trap(9)
 @every_strategy
 @pytest.mark.parametrize("forward_prefetch", [True, False])
@@ -154,7 +153,6 @@ def test_equal_orders_pass(
         del differential, both, module
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("api", ["FSDP", "fully_shard"])
 @pytest.mark.parametrize("where", ["all", "one"])
 @distributed(world_size=2)

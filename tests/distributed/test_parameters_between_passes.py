@@ -73,7 +73,6 @@ def _train(both: Differential) -> None:
     assert_idle(both.model)
 
 
-@pytest.mark.each_value
 @varied(
     units=[{Block}, ()],
     transport=[OWN, "c10d"],
@@ -90,7 +89,6 @@ def test_penalty_on_weights(
         del both
 
 
-@pytest.mark.each_value
 @varied(strategy=["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"], offloads=[False, True])
 @distributed(world_size=4)
 def test_hybrid_and_offload(strategy: str, offloads: bool) -> None:

@@ -445,7 +445,6 @@ def test_bytes_of_collectives(rank: int, world_size: int, name: str) -> None:
     assert "allreduce_" not in real
 
 
-@pytest.mark.each_value
 @ON_CPU
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("use_orig_params", [True, False])

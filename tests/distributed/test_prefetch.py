@@ -17,7 +17,6 @@ def _differential(build: Any, use_orig_params: bool, **kwargs: Any) -> Different
     )
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("limit_all_gathers", [True, False])
 @pytest.mark.parametrize("forward_prefetch", [True, False])

@@ -142,7 +142,6 @@ def _compare(api: str, train: Train, monkeypatch: Any, **options: Any) -> None:
         dist.destroy_process_group(group)
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("train", TRAINS)
 @pytest.mark.parametrize("api", APIS)
 @distributed(world_size=2)

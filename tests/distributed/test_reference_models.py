@@ -128,7 +128,6 @@ LOSSES = {
 }
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @pytest.mark.parametrize("loss", list(LOSSES))
@@ -138,7 +137,6 @@ def test_adapters_are_disabled(api: str, strategy: str, loss: str) -> None:
     _with_adapters(api, strategy).train_on(LOSSES[loss])
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("loss", ["policy first", "chosen and rejected"])
@@ -282,7 +280,6 @@ FREEZES = {
 }
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @pytest.mark.parametrize("loss", list(FREEZES))

@@ -24,7 +24,6 @@ def _renew_optimizers(differential: Differential) -> None:
     differential.reference_optimizer = sgd(differential.reference.parameters())
 
 
-@pytest.mark.each_value
 @pytest.mark.trap(18)
 @pytest.mark.parametrize("num_steps", [0, 2])
 @pytest.mark.parametrize(
@@ -141,7 +140,6 @@ def _reset(differential: Differential) -> None:
     reset(differential.model)
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("shape", [(DIM + 1, DIM), (DIM,), (2, 2, 2)])
 @varied(strategy=STRATEGIES)
 @distributed(world_size=2)

@@ -120,7 +120,6 @@ def _go_on(differential: Differential) -> None:
 
 
 # Over gloo only one: what fails does not know what carries the collectives.
-@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("transport", "failure"),
     [*((OWN, failure) for failure in _FAILURES), ("c10d", "mistake")],
@@ -143,7 +142,6 @@ def test_on_all_ranks(
         del differential
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("transport", [OWN, "c10d"])
 @pytest.mark.parametrize("api", APIS)
 @distributed(world_size=2)
@@ -172,7 +170,6 @@ def test_in_an_accumulation(transport: str) -> None:
         del differential
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("transport", [OWN, "c10d"])
 @pytest.mark.parametrize("failure", list(_FAILURES))
 @distributed(world_size=(2, 3))

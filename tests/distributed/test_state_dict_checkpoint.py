@@ -60,7 +60,6 @@ def _load_sharded(model: Any, state: Any) -> None:
         model.load_state_dict(state)
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("saver", "loader"),
     [

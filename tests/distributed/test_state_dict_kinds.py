@@ -140,7 +140,6 @@ def _check_round_trip(make: Callable[[int], tuple[nn.Module, Any]]) -> None:
         assert_same_tensors(f"{kind}", full_state_dict(other), expected, 0.0)
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("is_nested", [True, False])
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
@@ -157,7 +156,6 @@ def test_round_trip(strategy: str, use_orig_params: bool, is_nested: bool) -> No
     )
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
 @pytest.mark.parametrize("num_replicas", [1, 2, 4])
@@ -202,7 +200,6 @@ def test_no_shard_gives_full_state_dicts(use_orig_params: bool) -> None:
         assert_same_tensors("loaded", full_state_dict(other), state, 0.0)
 
 
-@pytest.mark.each_value
 @varied(use_orig_params=[True, False], model=["mlp", "frozen", "mixed_dtype"])
 @pytest.mark.parametrize("kind", KINDS)
 @distributed(world_size=(2, 3))
@@ -329,7 +326,6 @@ def test_dtensors_without_a_mesh() -> None:
     assert_same_tensors("loaded", full_state_dict(other), reference.state_dict(), 0.0)
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)

@@ -218,7 +218,6 @@ def _check_every_combination(differential: Differential) -> None:
     differential.train(1)
 
 
-@pytest.mark.each_value
 @pytest.mark.trap(16)
 @pytest.mark.trap(24)
 @every_strategy
@@ -242,7 +241,6 @@ def test_every_combination_with_offload(use_orig_params: bool) -> None:
     )
 
 
-@pytest.mark.each_value
 @pytest.mark.trap(14)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
@@ -255,7 +253,6 @@ def test_every_combination_of_replicas(strategy: str, use_orig_params: bool) -> 
         del differential
 
 
-@pytest.mark.each_value
 @every_strategy
 @distributed(world_size=2)
 def test_gradients_set_to_none(rank: int, strategy: str, use_orig_params: bool) -> None:

@@ -91,7 +91,6 @@ def check_training(
             both.clip(0.01, float("inf"))
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("hidden", [10, 7])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
@@ -123,7 +122,6 @@ LOOKS: dict[str, Callable[[ParallelFlat], None]] = {
 }
 
 
-@pytest.mark.each_value
 @varied(
     strategy=STRATEGIES,
     use_orig_params=[True, False],
@@ -147,7 +145,6 @@ def test_backward_after_looking(
         del mean, loss, both
 
 
-@pytest.mark.each_value
 @varied(
     strategy=STRATEGIES,
     use_orig_params=[True, False],
@@ -181,7 +178,6 @@ def _penalty(model: nn.Module) -> Tensor:
     return 0.1 * torch.stack([term.double() for term in terms]).sum()
 
 
-@pytest.mark.each_value
 @varied(strategy=KEEPING, options=list(OPTIONS), look=["none", "full", "zero", "clip"])
 @distributed(world_size=4)
 def test_penalty_on_weights(strategy: str, options: str, look: str) -> None:
@@ -201,7 +197,6 @@ def test_penalty_on_weights(strategy: str, options: str, look: str) -> None:
         del mean, loss, both
 
 
-@pytest.mark.each_value
 @varied(strategy=STRATEGIES, use_orig_params=[True, False], options=["plain", "mixed"])
 @distributed(world_size=4)
 def test_what_is_shown(strategy: str, use_orig_params: bool, options: str) -> None:
@@ -286,7 +281,6 @@ WRITES: dict[str, Callable[[ParallelFlat], None]] = {
 }
 
 
-@pytest.mark.each_value
 @varied(
     strategy=STRATEGIES,
     use_orig_params=[True, False],

@@ -44,7 +44,6 @@ def assert_equal(actual: Any, expected: Any) -> None:
     torch.testing.assert_close(full_tensors(actual), full_tensors(expected))
 
 
-@pytest.mark.each_value
 @pytest.mark.bookkeeping
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
@@ -109,7 +108,6 @@ def moved(value: Any, like: Any) -> Any:
 
 
 @pytest.mark.bookkeeping
-@pytest.mark.each_value
 @pytest.mark.parametrize("shape", [(1, 4), (2, 2), (4, 1)])
 @pytest.mark.parametrize(
     ("saved", "loaded"),
@@ -170,7 +168,6 @@ def test_summon_apply_and_sync(rank: int, world_size: int) -> None:
             model(*tokens(seeded(0)))
 
 
-@pytest.mark.each_value
 @varied(
     use_orig_params=[True, False],
     strategy=["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"],
@@ -205,7 +202,6 @@ def test_gradients_set_in_a_summon(
         del both, param
 
 
-@pytest.mark.each_value
 @varied(
     use_orig_params=[True, False],
     strategy=["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"],

@@ -18,7 +18,6 @@ from helpers.seeds import seeded
 RANKS = (2, 3, 4)
 
 
-@pytest.mark.each_value
 @every_strategy
 @varied(model=["mlp", "called_twice"])
 @distributed(world_size=(2, 3))
@@ -31,7 +30,6 @@ def test_several_forwards_before_one_backward(differential: Differential) -> Non
         differential.checked_step()
 
 
-@pytest.mark.each_value
 @pytest.mark.trap(5)
 @every_strategy
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
@@ -81,7 +79,6 @@ def test_backward_twice_without_retain_graph(differential: Differential) -> None
     differential.train(2)
 
 
-@pytest.mark.each_value
 @every_strategy
 @pytest.mark.parametrize("how", ["eval", "train", "inference", "a unit"])
 @distributed(world_size=RANKS)
@@ -125,7 +122,6 @@ def test_forwards_without_gradients_anywhere(
         differential.check()
 
 
-@pytest.mark.each_value
 @pytest.mark.trap(5)
 @every_strategy
 @pytest.mark.parametrize("what", ["step", "write", "backward"])
@@ -174,7 +170,6 @@ class _Parent(nn.Module):
         return self.shared(torch.tanh(self.own(x)))
 
 
-@pytest.mark.each_value
 @pytest.mark.trap(24)
 @every_strategy
 @pytest.mark.parametrize("units", ["parents", "block", "both"])
@@ -252,7 +247,6 @@ def test_two_models_trained_in_turn(rank: int) -> None:
     assert_idle(judge.model)
 
 
-@pytest.mark.each_value
 @every_strategy
 @distributed(world_size=2)
 @with_model()
@@ -276,7 +270,6 @@ def test_gradient_of_the_input(
         differential.step()
 
 
-@pytest.mark.each_value
 @pytest.mark.trap(5)
 @every_strategy
 @pytest.mark.parametrize("when", ["before", "after", "instead"])
@@ -346,7 +339,6 @@ def test_batch_sizes_differ_between_ranks(
     differential.check()
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("optimizer", ["AdamW", "Adagrad", "SGD_foreach"])
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
@@ -405,7 +397,6 @@ class _Fails(nn.Module):
         return self.out(x)
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("where", ["forward", "backward", "inner_forward"])

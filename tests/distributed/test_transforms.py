@@ -84,7 +84,6 @@ LOSSES = {
 }
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("loss", list(LOSSES))
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @pytest.mark.parametrize("api", APIS)
@@ -105,7 +104,6 @@ def _grad_of_params(model: nn.Module, x: Tensor) -> Tensor:
     return sum(each.sum() for each in grads.values())
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("loss", [_other_values, _grad_of_params])
 @pytest.mark.parametrize("api", APIS)
 @distributed(world_size=2)
@@ -220,7 +218,6 @@ def _norm(model: nn.Module) -> Any:
     return norm
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("names", [None, ["blocks.1"]])
 @pytest.mark.parametrize("is_first", [False, True])
 @distributed(world_size=2)
@@ -258,7 +255,6 @@ def test_a_norm_that_adds_to_a_gradient_of_the_user() -> None:
     both.train_on(_jvp, 1)
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("names", [["blocks.1"], ["inp"], ["out", "blocks.0"], [""]])
 @pytest.mark.parametrize("api", ["FSDP", "fully_shard"])
 @distributed(world_size=2)

@@ -21,7 +21,6 @@ from helpers.transports import OWN, c10d_only, over, transport_of
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.int64]
 
 
-@pytest.mark.each_value
 @every_strategy
 @distributed(world_size=(2, 3))
 def test_training_over_c10d(strategy: str, use_orig_params: bool) -> None:

@@ -29,7 +29,6 @@ def _chain(block: type[nn.Module] = Block, num_blocks: int = 4) -> Chain:
     return Chain(block() for _ in range(num_blocks))
 
 
-@pytest.mark.each_value
 @pytest.mark.trap(1)
 @every_strategy
 @pytest.mark.parametrize("where", ["one unit", "all units"])
@@ -174,7 +173,6 @@ class _Inside(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
 
 
-@pytest.mark.each_value
 @pytest.mark.trap(7)
 @pytest.mark.parametrize("forward_prefetch", [True, False])
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -192,7 +190,6 @@ def test_recomputation_gathers_once(
     assert _gathers_per_step(differential, 3) <= 2 * 4
 
 
-@pytest.mark.each_value
 @pytest.mark.trap(29)
 @every_strategy
 @pytest.mark.parametrize("frozen", [(0,), (0, 1), (1, 2), (3,)])
@@ -302,7 +299,6 @@ def test_prefetch_for_a_unit_that_backward_does_not_reach(
         differential.train(1)
 
 
-@pytest.mark.each_value
 @pytest.mark.trap(5)
 @every_strategy
 @distributed(world_size=(2, 3, 4))

@@ -118,7 +118,6 @@ class _TiedAcross(nn.Module):
         return self.out(x)
 
 
-@pytest.mark.each_value
 @pytest.mark.trap(24)
 @every_strategy
 @distributed(world_size=(2, 3))

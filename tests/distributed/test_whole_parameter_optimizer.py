@@ -452,7 +452,6 @@ def test_torch_distributed_checkpoint(tmp_path: Path, case: str) -> None:
     other.train(2, first=2)
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("case", BUILDERS)
 @pytest.mark.parametrize("api", ["fsdp1", "fully_shard"])
 @distributed(world_size=3)

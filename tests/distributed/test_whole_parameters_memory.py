@@ -42,7 +42,6 @@ def _peak_of_a_step(model: Any, optimizer: torch.optim.Optimizer) -> int:
     return allocations.peak_nbytes
 
 
-@pytest.mark.each_value
 @pytest.mark.cpu_only("counts torch's CPU allocator")
 @pytest.mark.parametrize("api", ["fsdp1", "fully_shard"])
 @distributed(world_size=(2, 4))

@@ -86,7 +86,6 @@ def _unit_names(model: Any) -> set[str]:
     }
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("policy", POLICIES)
 @distributed(world_size=(2, 3))

@@ -55,7 +55,6 @@ def train_and_compare(
             )
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("offloads", [False, True])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @distributed(world_size=(2, 3), device="cuda")

@@ -144,7 +144,6 @@ def _counts(stats: dict[str, int]) -> tuple[int, int]:
     return stats["num_downloads"], stats["num_uploads"]
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("door", ["fsdp", "fully_shard"])
 @pytest.mark.parametrize("keep_last", [1, 2])
 @distributed(world_size=2, device="cuda")
@@ -221,7 +220,6 @@ def test_host_memory_is_used_again() -> None:
         assert fsdp_c.memory_stats(model)["pinned_nbytes"] == first > 0
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("door", ["fsdp", "fully_shard"])
 @pytest.mark.parametrize("kind", [Checkpointed, CheckpointedReentrant])
 @distributed(world_size=2, device="cuda")
@@ -247,7 +245,6 @@ class Around(nn.Module):
         return x
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("door", ["fsdp", "fully_shard"])
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @distributed(world_size=2, device="cuda")

@@ -151,7 +151,6 @@ def test_gradients_on_the_stream_of_an_older_graph(rank: int) -> None:
         del graph
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("is_one", [False, True], ids=["backwards", "one_backward"])
 @distributed(world_size=WORLD_SIZE, device="cuda")
 def test_forwards_on_two_streams(rank: int, is_one: bool) -> None:
@@ -282,7 +281,6 @@ def another_stream() -> Iterator[None]:
     current.wait_stream(stream)
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @distributed(world_size=WORLD_SIZE, device="cuda")
 def test_wrapping_on_another_stream_than_the_parameters(wrapper: str) -> None:
@@ -318,7 +316,6 @@ def replace_params(model: nn.Module, factor: float) -> None:
         mine.data = mine.data * factor
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @distributed(world_size=WORLD_SIZE, device="cuda")
 def test_step_on_another_stream_than_new_parameters(wrapper: str) -> None:
@@ -335,7 +332,6 @@ def test_step_on_another_stream_than_new_parameters(wrapper: str) -> None:
         torch.testing.assert_close(found, reference(x), msg=f"seed {seed}")
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @distributed(world_size=WORLD_SIZE, device="cuda")
 def test_backward_on_another_stream_than_new_gradients(wrapper: str) -> None:

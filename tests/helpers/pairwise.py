@@ -1,4 +1,4 @@
-"""Which rows of a table still hold every pair of values, or every value."""
+"""Which rows of a table still hold every pair of values."""
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
@@ -7,25 +7,22 @@ from itertools import combinations
 Row = Mapping[str, Hashable]
 
 
-def _tuples(row: Row, spread: str, strength: int) -> set[Hashable]:
-    """Return the tuples of that many cells, or of all where there are fewer.
-
-    A spread cell is alone.
-    """
+def _tuples(row: Row, spread: str) -> set[Hashable]:
+    """Return the pairs of cells, or the only one; a spread cell is alone."""
     cells = sorted(cell for cell in row.items() if cell[0] != spread)
-    tuples: set[Hashable] = set(combinations(cells, min(strength, len(cells))))
+    tuples: set[Hashable] = set(combinations(cells, min(2, len(cells))))
     return tuples | {(spread, row[spread])} if spread in row else tuples
 
 
-def covering(rows: Sequence[Row], spread: str = "", strength: int = 2) -> list[int]:
+def covering(rows: Sequence[Row], spread: str = "") -> list[int]:
     """Return the indices of rows that hold every pair of values that ``rows`` holds.
 
-    Or every tuple of ``strength`` values of different columns: with 1, every value.
-    Of the column ``spread`` every value is held, about equally often, but no pairs.
-    Equal rows are a choice like any other, so rows without columns give one index.
-    Always the same ones: of rows that are as good the first is taken.
+    Those that add most come first. Of the column ``spread`` every value is held, about
+    equally often, but no pairs. Equal rows are a choice like any other, so rows without
+    columns give one index. Always the same ones: of rows that are as good the first is
+    taken.
     """
-    tuples = [_tuples(row, spread, strength) for row in rows]
+    tuples = [_tuples(row, spread) for row in rows]
     missing = set().union(*tuples)
     uses: Counter[Hashable] = Counter()
 
@@ -38,4 +35,4 @@ def covering(rows: Sequence[Row], spread: str = "", strength: int = 2) -> list[i
         chosen.append(best)
         missing -= tuples[best]
         uses[rows[best].get(spread)] += 1
-    return sorted(chosen)
+    return chosen

@@ -72,7 +72,6 @@ def _train(
     return optimizer, seen + [param.detach().full_tensor() for param in params]
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("emulate", [True, False])
 @pytest.mark.parametrize("precompute", [True, False])
 @pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])

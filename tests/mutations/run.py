@@ -222,7 +222,7 @@ def noticed_in_python(
     """Return the first test of pytest that fails."""
     names = dict.fromkeys((*tests, *(GENERAL_ON_FAKE if on_fake else GENERAL)))
     files = [f"tests/{n}" if "/" in n else f"tests/distributed/{n}" for n in names]
-    command = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-qxp", "no:cacheprovider", "--pairs"]
     env = {"FSDP_C_MUTANT": fault}
     if on_fake:
         command = [sys.executable, "-m", "fakecuda", *command, "--one-each"]

@@ -60,7 +60,6 @@ def settings(strategy: str, **kwargs: Any) -> dict[str, Any]:
     return kwargs
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"])
 @pytest.mark.parametrize("name", ["tied", "unused", "called_twice"])
 @pytest.mark.parametrize("use_orig_params", [True, False])
@@ -103,7 +102,6 @@ def test_strategies(name: str, strategy: str, use_orig_params: bool) -> None:
                     assert_alike(actual[0], expected[0])
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD"])
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=4, device="cpu", timeout_s=120)
@@ -141,7 +139,6 @@ def two_optimizers(model: nn.Module) -> list[Any]:
     ]
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("full", [True, False])
 @pytest.mark.parametrize("flattened", [False, True])
@@ -214,7 +211,6 @@ def test_a_part_of_a_unit(use_orig_params: bool) -> None:
         assert_alike(mine, torchs)
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("name", ["frozen", "frozen_units"])
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2, device="cpu")
@@ -418,7 +414,6 @@ def _resume(folder: Path, use_orig_params: bool) -> None:
                 train("fsdp_c", "mlp", model, optim, rest)
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("saver", ["fsdp_c", "torch"])
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize(("saved_on", "loaded_on"), [(2, 3), (3, 2)])

@@ -154,7 +154,6 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("name", ["frozen_units", "uneven"])
 @distributed(world_size=2, device="cpu", timeout_s=120)
@@ -261,7 +260,6 @@ def assert_resumes(name: str, first: Any, second: Any) -> None:
         assert_same_tensors(key, actual[1]["state"][key], state, 0.0)
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("saved", ["same", "torch", "plain"])
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2, device="cpu", timeout_s=120)
@@ -395,7 +393,6 @@ class AppState(Stateful):
         )
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("saver", ["fsdp_c", "torch"])
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2, device="cpu")

@@ -73,7 +73,6 @@ def _update_teacher(student: nn.Module, teacher: nn.Module) -> None:
         torch._foreach_add_(theirs, mine, alpha=1 - MOMENTUM)
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @pytest.mark.parametrize("reshards", [True, False])

@@ -62,7 +62,6 @@ def _loss(model: Any, step: int, rank: int, *, order: str) -> Tensor:
     return -F.logsigmoid(BETA * (margins[0] - margins[1])).mean()
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("api", ["FSDP", "fully_shard"])
 @pytest.mark.parametrize("order", ["policy first", "reference first"])
 @distributed(world_size=2)

@@ -143,7 +143,6 @@ def _save_or_load_with_torch(
         dcp.save(state, checkpoint_id=folder, process_group=group)
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("to", DOORS)
@@ -187,7 +186,6 @@ def test_checkpoint(
                 expected.check(step, out, rank, size)
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("optimizer", ["AdamW8bit", "AdamW4bit"])
 @pytest.mark.parametrize("door", ["originals", "rows"])
 @distributed(world_size=2, timeout_s=120)
@@ -211,7 +209,6 @@ def test_resumes_bit_for_bit(
             assert torch.equal(first, _step(other, other_optim, step, rank, 2))
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("optimizer", ["AdamW8bit", "AdamW4bit"])
 @pytest.mark.parametrize("door", _DOORS)
 @distributed(world_size=3, timeout_s=240)

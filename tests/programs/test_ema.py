@@ -54,7 +54,6 @@ class _Averaged:
             _put(self.params, kept, self.how)
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("how", ["copy", "copy to data", "new data"])
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])

@@ -35,7 +35,6 @@ def whole(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     return dict(state["model"]._forward_module.state_dict())
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2, device="cpu", timeout_s=300)

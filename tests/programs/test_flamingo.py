@@ -231,7 +231,6 @@ def _gradients(model: nn.Module, wrapper: Any = FSDP) -> dict[str, Tensor]:
         }
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("thawed", [False, True])
 @pytest.mark.parametrize("checkpointing", ["none", "inside", "around", "both"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])

@@ -53,7 +53,6 @@ def step(model: nn.Module, name: str, optim: torch.optim.Optimizer) -> None:
     optim.zero_grad()
 
 
-@pytest.mark.each_value
 @pytest.mark.cpu_only("on accelerators shards are aligned as FSDP1's are not")
 @pytest.mark.parametrize("name", ["uneven", "transformer", "tied"])
 @pytest.mark.parametrize("use_orig_params", [True, False])
@@ -115,7 +114,6 @@ def _names(info: Any) -> list[Any]:
     ]
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("name", ["uneven", "frozen_units", "mixed_dtype"])
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=3)

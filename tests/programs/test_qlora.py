@@ -96,7 +96,6 @@ def _weights(model: nn.Module) -> list[Tensor]:
     return [layer.weight for layer in model.children()]  # type: ignore[misc]
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("reshards", [True, False])
 @pytest.mark.parametrize("offloads", [False, True])
 @distributed(world_size=(1, 2, 3), timeout_s=120)

@@ -85,7 +85,6 @@ def _send_whole(server: _Server, model: Any) -> None:
         server.ask({clean_name(n): p.detach() for n, p in model.named_parameters()})
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("sends", ["shards", "whole weights"])
 @distributed(world_size=(1, 2))
