@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_c import fully_shard
+from fsdp_c import fully_shard, optimizer_in_backward
 from helpers.distributed import distributed
 from helpers.impl import FSDP, fsdp
+from helpers.reference import sgd
 
 DIM = 4
 
@@ -80,3 +81,59 @@ def test_forward_goes_on(api: str, is_wanted_of_output: bool) -> None:
             torch.testing.assert_close(grad, param.grad)
         with torch.no_grad():
             torch.testing.assert_close(model(x), expected(x))
+
+
+class Energy(nn.Module):
+    """Takes a gradient of its input, which backward differentiates again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(DIM, DIM)
+        self.out = nn.Linear(DIM, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x`` after a step down the energy."""
+        energy = self.out(torch.tanh(self.hidden(x))).sum()
+        (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        return x - 0.3 * force
+
+
+@pytest.mark.parametrize("steps_in_backward", [False, True])
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@distributed(world_size=2)
+def test_gradients_kept_by_no_sync(
+    strategy: str,
+    use_orig_params: bool,
+    steps_in_backward: bool,
+    rank: int,
+    world_size: int,
+) -> None:
+    """The inner backward leaves them to the one that the forward waits for."""
+    expected = nn.Sequential(nn.Linear(DIM, DIM), Energy(), nn.Linear(DIM, DIM))
+    wrapped = copy.deepcopy(expected)
+    for index, part in enumerate(wrapped):
+        wrapped[index] = fsdp(part, strategy=strategy, use_orig_params=use_orig_params)
+    model = fsdp(wrapped, strategy=strategy, use_orig_params=use_orig_params)
+    reference = sgd(expected.parameters())
+    if steps_in_backward:
+        optimizer_in_backward(model, sgd)
+    else:
+        optimizer = sgd(model.parameters())
+    for _ in range(2):
+        batches = torch.randn(2, world_size, 3, DIM)
+        for batch in batches.flatten(0, 1):
+            (expected(batch).square().mean() / world_size).backward()
+        with model.no_sync():
+            model(batches[0, rank]).square().mean().backward()
+        model(batches[1, rank]).square().mean().backward()
+        if not steps_in_backward:
+            optimizer.step()
+            optimizer.zero_grad()
+        reference.step()
+        reference.zero_grad()
+        with FSDP.summon_full_params(model):
+            for one, param in zip(
+                wrapped.parameters(), expected.parameters(), strict=True
+            ):
+                torch.testing.assert_close(one, param)

@@ -229,6 +229,7 @@ fsdp_status fsdp_unit_grad_ready(fsdp_unit *unit, const fsdp_grad *grad,
   FSDP_TRY(check_is_trainable(unit, grad->param, &local));
   FSDP_TRY(enter_backward(unit, &local));
   is_taken = true;
+  unit->step.got_grads = true;
   if (packs_early(unit)) FSDP_TRY(fsdp_unit_priv_open_grads(unit, &local));
   FSDP_TRY(fsdp_unit_priv_add_grad(unit, grad, &local));
   if (grad->is_expected && unit->step.expected_grads > 0) {
@@ -275,7 +276,11 @@ static bool fills_unused(const fsdp_unit *unit) {
 
 /* Completes the units whose expected gradients did not all come: parameters
  * outside this graph, or gradients kept by an earlier no_sync. Last units of
- * the module tree first, as backward goes. */
+ * the module tree first, as backward goes. A backward inside a forward
+ * (torch.autograd.grad()) leaves kept ones alone where it adds nothing: the
+ * backward that the forward waits for completes them. A step of the optimizer
+ * would change parameters that this forward used, and what the user sees of a
+ * unit that runs is hidden. */
 static fsdp_status complete_leftovers(fsdp_engine *engine, fsdp_error *error) {
   fsdp_status status = FSDP_OK;
   for (size_t i = engine->num_units; i-- > 0;) {
@@ -292,6 +297,7 @@ static fsdp_status complete_leftovers(fsdp_engine *engine, fsdp_error *error) {
     if (!fsdp_unit_priv_has_unreduced(unit) && !is_partial && !is_filled) {
       continue;
     }
+    if (engine->depth > 0 && !unit->step.got_grads && !is_filled) continue;
     if (unit->settings.sync != FSDP_SYNC_REDUCE &&
         !unit->step.entered_backward) {
       continue;

@@ -82,6 +82,7 @@ typedef struct fsdp_unit_step {
   bool ran_forward;      /* forward.c: since the last end of backward */
   bool is_awaited;       /* likewise, and a backward was to follow */
   bool entered_backward; /* backward.c, end_phase.c: in the open backward */
+  bool got_grads;        /* backward.c: in the open backward */
   /* backward.c: still to come in the open backward */
   int64_t expected_grads;  /* until the unit is resharded */
   int64_t expected_inputs; /* and then until it is reduced */
