@@ -33,6 +33,7 @@ _OF_INSTANCES = (
     "no_sync",
     "register_comm_hook",
 )
+_EXTRA_STATE = "_extra_state"
 _MODEL_ARGUMENTS = ("module", "model", "self")
 
 _applied: set[str] = set()
@@ -56,7 +57,7 @@ def begin(ours: type[ShardedModule], module: object) -> None:
                 setattr(TorchFSDP, name, staticmethod(new) if is_static else new)
                 _applied.add(name)
     _refuse_to_wrap_ours()
-    _name_flat_params()
+    _name_what_units_hold()
     _leave_frozen_params_out()
 
 
@@ -132,11 +133,11 @@ def _refuse_to_wrap_ours() -> None:
     TorchFSDP.__init__ = init  # type: ignore[method-assign]
 
 
-def _name_flat_params() -> None:
-    """Let torch.distributed.checkpoint.state_dict name what each flat parameter holds.
+def _name_what_units_hold() -> None:
+    """Let torch.distributed.checkpoint.state_dict name what the module of a unit holds.
 
-    It knows one flat parameter a unit, under the name ``_flat_param``. A unit of ours
-    has one per segment.
+    It knows one flat parameter a unit, under the name ``_flat_param``; a unit of ours
+    has one per segment. It takes extra state for an attribute of the module.
     """
     checkpoint = checkpoint_state_dict()
     original = checkpoint._get_fqns
@@ -148,13 +149,17 @@ def _name_flat_params() -> None:
         if path and last.startswith(FLAT_PARAM):
             with suppress(AttributeError):
                 found = model.get_parameter(name)
-        if not isinstance(found, FlatParameter):
+        if isinstance(found, FlatParameter):
+            held = list(found._fqns)
+        elif path and last == _EXTRA_STATE:
+            held = [last]
+        else:
             names: set[str] = original(model, name, *args, **kwargs)
             return names
         # Its own rules for the prefix; every module has this attribute.
         (stand_in,) = original(model, f"{path}.training", *args, **kwargs)
         prefix = stand_in.removesuffix("training")
-        return {f"{prefix}{fqn}" for fqn in found._fqns}
+        return {f"{prefix}{fqn}" for fqn in held}
 
     checkpoint._get_fqns = get_fqns
 

@@ -11,6 +11,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -177,3 +182,41 @@ def test_torchs_local_state_dicts() -> None:
         with type(theirs).state_dict_type(theirs, LOCAL):
             theirs.load_state_dict(save(ours, LOCAL))
         assert_same_tensors("theirs", whole_state(_sharded(theirs)), expected, 0.0)
+
+
+class _Counting(nn.Linear):
+    """Has extra state."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.num_calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        return super().forward(x)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.tensor(self.num_calls)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.num_calls = int(state)
+
+
+@pytest.mark.parametrize("full", [True, False])
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=2)
+def test_extra_state_of_a_units_module(use_orig_params: bool, full: bool) -> None:
+    """Torch's own functions look for an attribute of that name, and raise."""
+    model = fsdp(
+        nn.Sequential(_Counting(), nn.Sequential(_Counting())),
+        units={_Counting},
+        use_orig_params=use_orig_params,
+    )
+    options = StateDictOptions(full_state_dict=full)
+    model(torch.ones(2, 4))
+    state = get_model_state_dict(model, options=options)
+    for counting in (model[0], model[1][0]):
+        counting.module.num_calls = 5
+    set_model_state_dict(model, state, options=options)
+    assert state.keys() == model.state_dict().keys()
+    assert [model[0].module.num_calls, model[1][0].module.num_calls] == [1, 1]
