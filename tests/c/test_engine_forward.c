@@ -148,6 +148,16 @@ TEST(test_backward_inside_a_forward) {
   }
 }
 
+/* What an earlier no_sync kept is of the backward that the forward waits for,
+ * though the inner one enters the unit. */
+TEST(test_kept_gradients_and_a_backward_inside_a_forward) {
+  model_start_tree(&m, NULL, 2);
+  PLAY("sync none; step; sync reduce; enter root; enter a; leave a; enter b");
+  PLAY("pre_backward a; finish; num_reduces 0; state root UNSHARDED");
+  PLAY("leave b; leave root; backward; num_reduces 3; check_grads");
+  PLAY("check_sharded; optimizer; zero_grad; step; end");
+}
+
 /* A child is run on its own: it is the root of that iteration. */
 TEST(test_outermost_unit_is_the_root) {
   model_start_tree(&m, NULL, 2);
