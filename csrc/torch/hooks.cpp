@@ -108,14 +108,18 @@ void queue_end_of_backward(const std::shared_ptr<Engine> &engine) {
 class NodesToRun {
  public:
   bool has(Node *node) const {
-    if (nodes_ == nullptr || nodes_->find(node) == nodes_->end()) return false;
+    return nodes_ != nullptr && nodes_->find(node) != nodes_->end() &&
+           is_asked_for(node);
+  }
+  // Whether the task was asked for certain gradients only.
+  bool is_partial() const { return infos_ != nullptr && !infos_->empty(); }
+  // Whether it was asked to run `node`, be it in the graph or not.
+  bool is_asked_for(Node *node) const {
     if (!is_partial()) return true;
     const auto info = infos_->find(node);
     return info != infos_->end() && info->second.needed_ &&
            info->second.captures_ == nullptr;
   }
-  // Whether the task was asked for certain gradients only.
-  bool is_partial() const { return infos_ != nullptr && !infos_->empty(); }
 
  private:
   decltype(torch::autograd::get_current_graph_task_nodes_in_graph()) nodes_ =
@@ -176,6 +180,20 @@ void check_not_replaced(const Unit &unit, uint64_t num_replaced) {
   }
 }
 
+// Whether the task accumulates gradients of parameters. The same on all ranks,
+// whatever their graphs: it is how the user called it.
+bool asks_for_params(const Engine &engine) {
+  const NodesToRun nodes;
+  if (!nodes.is_partial()) return true;
+  for (const Unit *unit : engine.units) {
+    for (const Param &param : unit->params) {
+      Node *node = param.accumulator.get();
+      if (node != nullptr && nodes.is_asked_for(node)) return true;
+    }
+  }
+  return false;
+}
+
 void run_pre_backward(Unit &unit, uint64_t num_replaced) {
   const OutsideTransforms outside;
   const std::shared_ptr<Engine> engine = unit.engine;
@@ -187,11 +205,13 @@ void run_pre_backward(Unit &unit, uint64_t num_replaced) {
   const EngineCall call(*engine);
   const int64_t begin_ns = engine->begin_span();
   engine->recover();
-  if (!fsdp_engine_in_backward(engine->core)) queue_end_of_backward(engine);
+  const bool opens = !fsdp_engine_in_backward(engine->core);
+  if (opens) queue_end_of_backward(engine);
   const bool was_whole = fsdp_unit_get_state(unit.core) == FSDP_UNIT_UNSHARDED;
   check([&](fsdp_error *error) {
     return fsdp_unit_pre_backward(unit.core, error);
   });
+  if (opens && !asks_for_params(*engine)) fsdp_engine_leave_kept(engine->core);
   expect_grads(unit, was_whole);
   fsdp_engine_note(engine->core, unit.core, FSDP_TIMELINE_PRE_BACKWARD,
                    begin_ns);

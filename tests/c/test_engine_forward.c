@@ -148,14 +148,17 @@ TEST(test_backward_inside_a_forward) {
   }
 }
 
-/* What an earlier no_sync kept is of the backward that the forward waits for,
- * though the inner one enters the unit. */
-TEST(test_kept_gradients_and_a_backward_inside_a_forward) {
+/* For inputs alone: what an earlier no_sync kept is of the backward that comes,
+ * though this one enters the unit, in a forward or behind it. */
+TEST(test_backward_that_leaves_what_was_kept) {
   model_start_tree(&m, NULL, 2);
   PLAY("sync none; step; sync reduce; enter root; enter a; leave a; enter b");
-  PLAY("pre_backward a; finish; num_reduces 0; state root UNSHARDED");
-  PLAY("leave b; leave root; backward; num_reduces 3; check_grads");
-  PLAY("check_sharded; optimizer; zero_grad; step; end");
+  PLAY("pre_backward a; leave_kept; finish; num_reduces 0");
+  PLAY("state root UNSHARDED; leave b; leave root");
+  PLAY("pre_backward root; leave_kept; pre_backward b; expect b 1; inputs b");
+  PLAY("finish; num_reduces 0");
+  PLAY("backward; num_reduces 3; check_grads; check_sharded; optimizer");
+  PLAY("zero_grad; step; num_reduces 6; check_grads; end");
 }
 
 /* A child is run on its own: it is the root of that iteration. */

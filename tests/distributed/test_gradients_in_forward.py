@@ -5,10 +5,12 @@ Against the unsharded model.
 """
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_c import fully_shard, optimizer_in_backward
@@ -98,23 +100,28 @@ class Energy(nn.Module):
         return x - 0.3 * force
 
 
-@pytest.mark.parametrize("steps_in_backward", [False, True])
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-@distributed(world_size=2)
-def test_gradients_kept_by_no_sync(
-    strategy: str,
-    use_orig_params: bool,
+def _mean_square(model: nn.Module, batch: Tensor) -> Tensor:
+    loss: Tensor = model(batch).square().mean()
+    return loss
+
+
+def _penalty(model: nn.Module, batch: Tensor) -> Tensor:
+    """Return a loss with the squared gradient of the input."""
+    x = batch.clone().requires_grad_()
+    out = model(x)
+    (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    loss: Tensor = out.square().mean() + grad.square().mean()
+    return loss
+
+
+def _check_no_sync(
+    model: Any,
+    expected: nn.Module,
+    loss: Callable[[nn.Module, Tensor], Tensor],
     steps_in_backward: bool,
-    rank: int,
-    world_size: int,
 ) -> None:
-    """The inner backward leaves them to the one that the forward waits for."""
-    expected = nn.Sequential(nn.Linear(DIM, DIM), Energy(), nn.Linear(DIM, DIM))
-    wrapped = copy.deepcopy(expected)
-    for index, part in enumerate(wrapped):
-        wrapped[index] = fsdp(part, strategy=strategy, use_orig_params=use_orig_params)
-    model = fsdp(wrapped, strategy=strategy, use_orig_params=use_orig_params)
+    """Train on two micro-batches a step; the first one's gradients are kept."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     reference = sgd(expected.parameters())
     if steps_in_backward:
         optimizer_in_backward(model, sgd)
@@ -122,18 +129,49 @@ def test_gradients_kept_by_no_sync(
         optimizer = sgd(model.parameters())
     for _ in range(2):
         batches = torch.randn(2, world_size, 3, DIM)
-        for batch in batches.flatten(0, 1):
-            (expected(batch).square().mean() / world_size).backward()
+        for first, second in zip(*batches, strict=True):
+            (_mean_square(expected, first) / world_size).backward()
+            (loss(expected, second) / world_size).backward()
         with model.no_sync():
-            model(batches[0, rank]).square().mean().backward()
-        model(batches[1, rank]).square().mean().backward()
+            _mean_square(model, batches[0, rank]).backward()
+        loss(model, batches[1, rank]).backward()
         if not steps_in_backward:
             optimizer.step()
             optimizer.zero_grad()
         reference.step()
         reference.zero_grad()
         with FSDP.summon_full_params(model):
-            for one, param in zip(
-                wrapped.parameters(), expected.parameters(), strict=True
+            for mine, param in zip(
+                model.module.parameters(), expected.parameters(), strict=True
             ):
-                torch.testing.assert_close(one, param)
+                torch.testing.assert_close(mine, param)
+
+
+@pytest.mark.parametrize("steps_in_backward", [False, True])
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@distributed(world_size=2)
+def test_gradients_kept_by_no_sync(
+    strategy: str, use_orig_params: bool, steps_in_backward: bool
+) -> None:
+    """The inner backward leaves them to the one that the forward waits for."""
+    expected = nn.Sequential(nn.Linear(DIM, DIM), Energy(), nn.Linear(DIM, DIM))
+    model = copy.deepcopy(expected)
+    for index, part in enumerate(model):
+        model[index] = fsdp(part, strategy=strategy, use_orig_params=use_orig_params)
+    model = fsdp(model, strategy=strategy, use_orig_params=use_orig_params)
+    _check_no_sync(model, expected, _mean_square, steps_in_backward)
+
+
+@pytest.mark.parametrize("steps_in_backward", [False, True])
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=2)
+def test_gradient_penalty_after_no_sync(
+    use_orig_params: bool, steps_in_backward: bool
+) -> None:
+    """The call for the input's gradient leaves them to the backward of the loss."""
+    expected = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM))
+    model = fsdp(
+        copy.deepcopy(expected), strategy="NO_SHARD", use_orig_params=use_orig_params
+    )
+    _check_no_sync(model, expected, _penalty, steps_in_backward)

@@ -8,6 +8,7 @@ static void open_backward(fsdp_engine *engine) {
   engine->in_backward = true;
   engine->shows_kept = false;
   engine->has_entered = false;
+  engine->leaves_kept = false;
   fsdp_order_begin_backward(engine->order);
 }
 
@@ -151,9 +152,9 @@ done:
   return status;
 }
 
-/* What its backward does with the unit's gradients. */
+/* What this backward does with the unit's gradients. */
 static bool is_to_reduce(const fsdp_unit *unit) {
-  return unit->settings.sync != FSDP_SYNC_NONE &&
+  return unit->settings.sync != FSDP_SYNC_NONE && !unit->engine->leaves_kept &&
          fsdp_unit_priv_has_unreduced(unit);
 }
 
@@ -174,7 +175,8 @@ done:
 
 /* Backward has left the unit, on all ranks at this place. */
 static fsdp_status complete_grads(fsdp_unit *unit, fsdp_error *error) {
-  const bool owes_zeros = fsdp_unit_priv_owes_zeros(unit);
+  const bool owes_zeros =
+      !unit->engine->leaves_kept && fsdp_unit_priv_owes_zeros(unit);
   const bool reduces = is_to_reduce(unit) || owes_zeros;
   fsdp_status status = FSDP_OK;
 
@@ -229,7 +231,6 @@ fsdp_status fsdp_unit_grad_ready(fsdp_unit *unit, const fsdp_grad *grad,
   FSDP_TRY(check_is_trainable(unit, grad->param, &local));
   FSDP_TRY(enter_backward(unit, &local));
   is_taken = true;
-  unit->step.got_grads = true;
   if (packs_early(unit)) FSDP_TRY(fsdp_unit_priv_open_grads(unit, &local));
   FSDP_TRY(fsdp_unit_priv_add_grad(unit, grad, &local));
   if (grad->is_expected && unit->step.expected_grads > 0) {
@@ -276,11 +277,7 @@ static bool fills_unused(const fsdp_unit *unit) {
 
 /* Completes the units whose expected gradients did not all come: parameters
  * outside this graph, or gradients kept by an earlier no_sync. Last units of
- * the module tree first, as backward goes. A backward inside a forward
- * (torch.autograd.grad()) leaves kept ones alone where it adds nothing: the
- * backward that the forward waits for completes them. A step of the optimizer
- * would change parameters that this forward used, and what the user sees of a
- * unit that runs is hidden. */
+ * the module tree first, as backward goes. */
 static fsdp_status complete_leftovers(fsdp_engine *engine, fsdp_error *error) {
   fsdp_status status = FSDP_OK;
   for (size_t i = engine->num_units; i-- > 0;) {
@@ -288,6 +285,7 @@ static fsdp_status complete_leftovers(fsdp_engine *engine, fsdp_error *error) {
     if (unit->state == FSDP_UNIT_FAILED) {
       FSDP_TRY(fsdp_unit_priv_check(unit, error));
     }
+    if (engine->leaves_kept) continue;
     const bool is_partial =
         fsdp_unit_priv_has_grads(unit, FSDP_GRADS_PARTIAL) &&
         unit->settings.sync == FSDP_SYNC_REDUCE && !unit->step.was_reduced;
@@ -297,7 +295,6 @@ static fsdp_status complete_leftovers(fsdp_engine *engine, fsdp_error *error) {
     if (!fsdp_unit_priv_has_unreduced(unit) && !is_partial && !is_filled) {
       continue;
     }
-    if (engine->depth > 0 && !unit->step.got_grads && !is_filled) continue;
     if (unit->settings.sync != FSDP_SYNC_REDUCE &&
         !unit->step.entered_backward) {
       continue;
@@ -388,6 +385,10 @@ done:
     if (error != NULL) *error = local;
   }
   return status;
+}
+
+void fsdp_engine_leave_kept(fsdp_engine *engine) {
+  engine->leaves_kept = true;
 }
 
 fsdp_status fsdp_engine_reduce_kept(fsdp_engine *engine, fsdp_error *error) {

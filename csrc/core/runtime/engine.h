@@ -440,6 +440,14 @@ FSDP_NODISCARD fsdp_status fsdp_engine_join_reduces(fsdp_engine *engine,
 FSDP_NODISCARD fsdp_status fsdp_engine_reduce_kept(fsdp_engine *engine,
                                                    fsdp_error *error);
 
+/*
+ * In an open backward: no rank's call asks for the gradient of a parameter
+ * (torch.autograd.grad() for inputs), so its end leaves what FSDP_SYNC_NONE and
+ * FSDP_SYNC_SHARD kept to a later one. It may end inside a forward that goes on
+ * with the parameters, or before the backward of the same graph.
+ */
+void fsdp_engine_leave_kept(fsdp_engine *engine);
+
 /* Whether a backward is open. */
 bool fsdp_engine_in_backward(const fsdp_engine *engine);
 

@@ -82,7 +82,6 @@ typedef struct fsdp_unit_step {
   bool ran_forward;      /* forward.c: since the last end of backward */
   bool is_awaited;       /* likewise, and a backward was to follow */
   bool entered_backward; /* backward.c, end_phase.c: in the open backward */
-  bool got_grads;        /* backward.c: in the open backward */
   /* backward.c: still to come in the open backward */
   int64_t expected_grads;  /* until the unit is resharded */
   int64_t expected_inputs; /* and then until it is reduced */
@@ -235,6 +234,7 @@ struct fsdp_engine {
   int64_t depth;     /* forward.c, engine.c: units inside forward now */
   fsdp_unit *root;   /* forward.c, engine.c: outermost unit of this iteration */
   bool has_entered;  /* backward.c: a unit of this backward, but the root */
+  bool leaves_kept;  /* backward.c: this backward brings no gradient */
   bool leaves_reduces_open;  /* engine.c: see set_waits_for_reduces */
   bool has_open_reduces;     /* gradients.c, reduce.c */
   bool is_capturing;         /* capture.c: a step, into a graph */
