@@ -18,7 +18,7 @@ from fsdp_c.integrations import huggingface
 from fsdp_c.integrations._import_hook import ImportHook
 from fsdp_c.integrations._patch import Patch
 from fsdp_c.integrations._swap import PATCHES
-from helpers.programs import run_program
+from helpers.programs import run_fresh
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCH_CLASS = torch_module.FullyShardedDataParallel
@@ -171,7 +171,7 @@ def test_who_had_fsdp_c_before_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_without_the_libraries() -> None:
     """The module imports, torch's names are exchanged, nothing else is imported."""
-    run_program("helpers.without_libraries")
+    run_fresh("helpers.without_libraries")
 
 
 # The machinery, with modules made here ---------------------------------------
