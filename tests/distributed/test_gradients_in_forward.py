@@ -1,7 +1,8 @@
-"""``torch.autograd.grad`` inside a forward, as models of energies and forces call it.
+"""``torch.autograd.grad`` for inputs: in a forward (energies and forces), or behind it.
 
-That backward ends in the middle of the forward, which goes on with whole parameters.
-Against the unsharded model.
+That backward ends before the one of the loss: in the middle of a forward, which goes on
+with whole parameters, or between both, for a gradient penalty. Against the unsharded
+model.
 """
 
 import copy
