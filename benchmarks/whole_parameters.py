@@ -3,16 +3,18 @@
     python benchmarks/whole_parameters.py
 
 torch.optim.Muon under fsdp_c's whole_parameter_optimizer, in both APIs, and on DTensors
-of torch's FSDP2, beside a step in which each rank does all of the work, as with DDP,
-and one of one process alone: an ideal step takes that divided by the number of ranks.
-Newton-Schulz is in fp32
-everywhere, since CPUs without bf16 units multiply bf16 in software.
+of torch's FSDP2, beside steps that shard nothing: in one each rank does all of the
+work, as with DDP; in one each rank steps its share of the matrices and nothing travels;
+in one a process is alone. An ideal step takes the last one's time divided by the number
+of ranks, or of cores where these are fewer. Newton-Schulz is in fp32 everywhere, since
+CPUs without bf16 units multiply bf16 in software.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import os
 import statistics
 import sys
 import time
@@ -40,6 +42,7 @@ from torch import nn
 import fsdp_c
 
 ALONE = "alone"
+SHARE = "share"
 REPLICATED = "replicated"
 FSDP2 = "fsdp2"
 FSDP_C = "fsdp_c"
@@ -49,6 +52,7 @@ NAMES = {
     FSDP_C_FULLY: "fully_shard, fsdp_c",
     FSDP2: "fully_shard, torch: DTensors",
     REPLICATED: "each rank steps all (DDP)",
+    SHARE: "each rank steps its share, nothing travels",
     ALONE: "one process alone, unsharded",
 }
 # Shapes of a layer, and the number of layers.
@@ -78,6 +82,8 @@ def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
     """Shard the model as the implementation does, and return its optimizer."""
     if name in (REPLICATED, ALONE):
         return muon(model.parameters())
+    if name == SHARE:
+        return muon(list(model.parameters())[dist.get_rank() :: dist.get_world_size()])
     if name == FSDP_C:
         wrapped: Any = fsdp_c.FSDP(
             model,
@@ -169,7 +175,7 @@ def show(data: Json, args: argparse.Namespace) -> str:
         ]
         seconds = {row["implementation"]: row["seconds"] for row in rows}
         whole = seconds.get(ALONE)
-        ideal = None if whole is None else whole / num_ranks
+        ideal = None if whole is None else whole / min(num_ranks, os.cpu_count() or 1)
         cells = [
             [
                 NAMES[row["implementation"]],

@@ -218,8 +218,8 @@ class Layout:
     a segment aligns to 16 bytes with the smaller of this and its own itemsize.
     With ``row_numels``, the elements of a row of each parameter, each is a segment by
     rows, which nothing aligns. With ``block_numels``, the elements of blocks of each
-    parameter, these are kept whole. With ``offsets`` and, per segment, ``shard_numels``
-    it was made before.
+    parameter, these are kept whole. With ``segments`` and ``offsets``, where each
+    parameter lies, and ``shard_numels`` per segment, it was made before.
     """
 
     def __new__(
@@ -232,6 +232,7 @@ class Layout:
         align_shards: bool,
         row_numels: Sequence[int] | None = None,
         block_numels: Sequence[int] | None = None,
+        segments: Sequence[int] | None = None,
         offsets: Sequence[int] | None = None,
         shard_numels: Sequence[int] | None = None,
     ) -> Layout: ...

@@ -89,20 +89,31 @@ static int64_t *read_numels(PyObject *sequence, const char *name,
 
 /* What says how a layout is made; None: not so. Borrowed. */
 typedef struct layout_rules {
-  PyObject *row_numels, *block_numels, *offsets, *shard_numels;
+  PyObject *row_numels, *block_numels, *segments, *offsets, *shard_numels;
 } layout_rules;
 
+/* FSDP_INVALID_ARGUMENT  also: with an exception, `error` is not set. */
 static fsdp_status make_placed(const fsdp_param_table *table,
-                               const int64_t *offsets, PyObject *shard_numels,
-                               int64_t world_size, fsdp_flat_layout **layout,
-                               fsdp_error *error) {
+                               const layout_rules *rules, int64_t world_size,
+                               fsdp_flat_layout **layout, fsdp_error *error) {
+  const int64_t num_params = fsdp_param_table_num_params(table);
+  fsdp_status status = FSDP_INVALID_ARGUMENT;
   Py_ssize_t num_segments = 0;
-  int64_t *numels =
-      fsdp_read_int64s(shard_numels, "shard_numels", 1, &num_segments);
-  if (numels == NULL) return FSDP_INVALID_ARGUMENT; /* with an exception */
-  const fsdp_status status = fsdp_flat_layout_create_placed(
-      table, offsets, numels, num_segments, world_size, layout, error);
+  int64_t *offsets = NULL, *numels = NULL;
+  int64_t *segments = read_numels(rules->segments, "segments", num_params);
+  if (segments == NULL) goto done;
+  offsets = read_numels(rules->offsets, "offsets", num_params);
+  if (offsets == NULL) goto done;
+  numels =
+      fsdp_read_int64s(rules->shard_numels, "shard_numels", 1, &num_segments);
+  if (numels == NULL) goto done;
+  status =
+      fsdp_flat_layout_create_placed(table, segments, offsets, numels,
+                                     num_segments, world_size, layout, error);
+done:
   PyMem_Free(numels);
+  PyMem_Free(offsets);
+  PyMem_Free(segments);
   return status;
 }
 
@@ -125,10 +136,7 @@ static int make_layout(const fsdp_param_table *table, const layout_rules *rules,
     status = fsdp_flat_layout_create_in_blocks(table, numels, world_size,
                                                alignment, layout, &error);
   } else if (rules->offsets != Py_None) {
-    numels = read_numels(rules->offsets, "offsets", num_params);
-    if (numels == NULL) return -1;
-    status = make_placed(table, numels, rules->shard_numels, world_size, layout,
-                         &error);
+    status = make_placed(table, rules, world_size, layout, &error);
   } else {
     status =
         fsdp_flat_layout_create(table, world_size, alignment, layout, &error);
@@ -143,17 +151,18 @@ static PyObject *layout_new(PyTypeObject *type, PyObject *args,
                             PyObject *kwargs) {
   static const char *const keywords[] = {
       "params",     "world_size",   "itemsize", "align_params", "align_shards",
-      "row_numels", "block_numels", "offsets",  "shard_numels", NULL};
+      "row_numels", "block_numels", "segments", "offsets",      "shard_numels",
+      NULL};
   PyObject *params; /* borrowed */
-  layout_rules rules = {Py_None, Py_None, Py_None, Py_None};
+  layout_rules rules = {Py_None, Py_None, Py_None, Py_None, Py_None};
   long long world_size;
   int itemsize = FSDP_ALIGNMENT_NBYTES;
   int align_params = -1, align_shards = -1;
   if (!PyArg_ParseTupleAndKeywords(
-          args, kwargs, "OL|$ippOOOO:Layout", FSDP_KEYWORDS(keywords), &params,
+          args, kwargs, "OL|$ippOOOOO:Layout", FSDP_KEYWORDS(keywords), &params,
           &world_size, &itemsize, &align_params, &align_shards,
-          &rules.row_numels, &rules.block_numels, &rules.offsets,
-          &rules.shard_numels)) {
+          &rules.row_numels, &rules.block_numels, &rules.segments,
+          &rules.offsets, &rules.shard_numels)) {
     return NULL;
   }
   if (align_params < 0 || align_shards < 0) {
@@ -326,8 +335,8 @@ static PyObject *layout_get_alignment(PyObject *object,
 PyDoc_STRVAR(
     layout_doc,
     "Layout(params, world_size, *, itemsize=16, align_params, align_shards,\n"
-    "       row_numels=None, block_numels=None, offsets=None,\n"
-    "       shard_numels=None)\n"
+    "       row_numels=None, block_numels=None, segments=None,\n"
+    "       offsets=None, shard_numels=None)\n"
     "--\n\n"
     "Where parameters, each (numel, dtype, requires_grad), lie in flat "
     "shards.\n"

@@ -111,6 +111,7 @@ def make_layout(
         align_params=align_params,
         align_shards=align_shards,
         row_numels=[math.prod(p.shape[1:]) for p in params] if by_rows else None,
+        segments=None if placed is None else [param.segment for param in params],
         offsets=None if placed is None else [param.offset for param in params],
         shard_numels=[segment.shard_numel for segment in placed or ()],
     )

@@ -252,6 +252,13 @@ TEST(test_rows_of_a_layer_pad_little) {
 
 static const fsdp_dtype f32 = {1, 4};
 
+static fsdp_param_table *create_table(const fsdp_param_spec *uses,
+                                      int64_t num_uses) {
+  fsdp_param_table *table = NULL;
+  CHECK_OK(fsdp_param_table_create(uses, num_uses, &table, NULL));
+  return table;
+}
+
 static fsdp_status create(const int64_t *block_numels,
                           fsdp_flat_layout **layout, fsdp_error *error) {
   const fsdp_param_spec uses[] = {{1, 4, f32, true},
@@ -293,6 +300,54 @@ TEST(test_params_of_a_segment_ascend) {
   fsdp_flat_layout_destroy(layout);
 }
 
+/* Rows of 3 and of 4 elements on 4 shards, and one that may be cut. Together, a
+ * shard is a multiple of 12. What a checkpoint says of it makes it again. */
+TEST(test_sizes_of_blocks_apart_pad_less) {
+  const fsdp_param_spec uses[] = {
+      {1, 48, f32, true}, {2, 4, f32, true}, {3, 48, f32, true}};
+  const int64_t block_numels[] = {3, 0, 4};
+  const fsdp_alignment alignment = {.itemsize = 4};
+  int64_t segments[3], offsets[3], shard_numels[3];
+  fsdp_param_table *table = create_table(uses, 3);
+  fsdp_flat_layout *layout = NULL;
+  CHECK_OK(fsdp_flat_layout_create_in_blocks(table, block_numels, 4, alignment,
+                                             &layout, NULL));
+  for (int again = 0; again < 2; again++) {
+    CHECK_I64(fsdp_flat_layout_num_segments(layout), 3);
+    for (int64_t i = 0; i < 3; i++) {
+      const fsdp_segment *segment = fsdp_flat_layout_segment(layout, i);
+      CHECK_I64(segment->num_params, 1);
+      CHECK_I64(segment->padding_numel, 0);
+      CHECK_I64(segment->shard_numel, uses[i].numel / 4);
+      segments[i] = fsdp_flat_layout_slot(layout, i)->segment;
+      offsets[i] = fsdp_flat_layout_slot(layout, i)->offset;
+      shard_numels[i] = segment->shard_numel;
+      CHECK_I64(segments[i], i);
+    }
+    fsdp_flat_layout_destroy(layout);
+    layout = NULL;
+    if (again == 1) break;
+    CHECK_OK(fsdp_flat_layout_create_placed(table, segments, offsets,
+                                            shard_numels, 3, 4, &layout, NULL));
+  }
+  fsdp_param_table_destroy(table);
+}
+
+/* Nothing pads: one segment. */
+TEST(test_sizes_of_blocks_stay_together) {
+  const fsdp_param_spec uses[] = {{1, 12, f32, true}, {2, 12, f32, true}};
+  const int64_t block_numels[] = {3, 4};
+  const fsdp_alignment alignment = {.itemsize = 4};
+  fsdp_param_table *table = create_table(uses, 2);
+  fsdp_flat_layout *layout = NULL;
+  CHECK_OK(fsdp_flat_layout_create_in_blocks(table, block_numels, 2, alignment,
+                                             &layout, NULL));
+  CHECK_I64(fsdp_flat_layout_num_segments(layout), 1);
+  CHECK_I64(fsdp_flat_layout_segment(layout, 0)->padding_numel, 0);
+  fsdp_flat_layout_destroy(layout);
+  fsdp_param_table_destroy(table);
+}
+
 TEST(test_negative_blocks_are_refused) {
   const int64_t block_numels[] = {0, 5, -2, 0, 0};
   fsdp_flat_layout *layout = NULL;
@@ -307,13 +362,13 @@ TEST(test_negative_blocks_are_refused) {
 static fsdp_status create_placed(const int64_t *offsets,
                                  const int64_t *shard_numels,
                                  int64_t num_segments, fsdp_error *error) {
+  const int64_t segments[] = {0, 0, 1};
   const fsdp_param_spec uses[] = {
       {1, 2, f32, true}, {2, 4, f32, true}, {3, 3, f32, false}};
-  fsdp_param_table *table = NULL;
+  fsdp_param_table *table = create_table(uses, 3);
   fsdp_flat_layout *layout = NULL;
-  CHECK_OK(fsdp_param_table_create(uses, 3, &table, NULL));
   const fsdp_status status = fsdp_flat_layout_create_placed(
-      table, offsets, shard_numels, num_segments, 2, &layout, error);
+      table, segments, offsets, shard_numels, num_segments, 2, &layout, error);
   CHECK((layout != NULL) == (status == FSDP_OK));
   if (layout != NULL) {
     CHECK_I64(fsdp_flat_layout_segment_params(layout, 0)[0], 1);

@@ -12,11 +12,16 @@
 #include "base/arith.h"
 #include "layout/blocks.h"
 
+/* More than this part of a segment's elements is worth further segments. */
+enum { MUCH_PADDING = 100 };
+
 /* How a layout is made; all NULL: one parameter after the other. */
 typedef struct layout_rule {
   const int64_t *row_numels;   /* per param: by rows */
   const int64_t *block_numels; /* per param: in whole blocks */
-  const int64_t *offsets;      /* per param: placed already */
+  bool is_apart;               /* blocks of each size in their own segment */
+  const int64_t *segments;     /* per param: placed already */
+  const int64_t *offsets;      /* likewise */
   const int64_t *shard_numels; /* likewise, per segment */
   int64_t num_segments;        /* of them */
 } layout_rule;
@@ -25,6 +30,7 @@ typedef struct placed_segment {
   fsdp_segment info;
   int64_t param_align;  /* elements: a parameter starts at a multiple */
   int64_t shard_align;  /* elements: a shard starts at a multiple */
+  int64_t kind;         /* what else its parameters have in common */
   int64_t end;          /* elements placed so far, gaps included */
   int64_t params_begin; /* into segment_params */
 } placed_segment;
@@ -56,7 +62,8 @@ static int64_t alignment_numel(int64_t itemsize) {
 
 /* A new segment for `spec`; -1 when out of memory. */
 static int64_t add_segment(fsdp_flat_layout *self, const fsdp_param_spec *spec,
-                           int64_t param_align, int64_t shard_align) {
+                           int64_t kind, int64_t param_align,
+                           int64_t shard_align) {
   void *segments = self->segments;
   if (!fsdp_grow(&segments, &self->segments_capacity,
                  (size_t)self->num_segments + 1, sizeof *self->segments)) {
@@ -65,18 +72,21 @@ static int64_t add_segment(fsdp_flat_layout *self, const fsdp_param_spec *spec,
   self->segments = segments;
   self->segments[self->num_segments] = (placed_segment){
       .info = {.dtype = spec->dtype, .requires_grad = spec->requires_grad},
+      .kind = kind,
       .param_align = param_align,
       .shard_align = shard_align};
   return self->num_segments++;
 }
 
-/* The segment for `spec`, added if there is none yet; -1 when out of memory. */
+/* The segment for `spec` of a kind, added if there is none yet; -1 when out of
+ * memory. */
 static int64_t find_or_add_segment(fsdp_flat_layout *self,
-                                   const fsdp_param_spec *spec) {
+                                   const fsdp_param_spec *spec, int64_t kind) {
   const fsdp_alignment alignment = self->alignment;
   for (int64_t i = 0; i < self->num_segments; i++) {
     const fsdp_segment *info = &self->segments[i].info;
-    if (fsdp_dtype_equal(info->dtype, spec->dtype) &&
+    if (self->segments[i].kind == kind &&
+        fsdp_dtype_equal(info->dtype, spec->dtype) &&
         info->dtype.itemsize == spec->dtype.itemsize &&
         info->requires_grad == spec->requires_grad) {
       return i;
@@ -84,7 +94,7 @@ static int64_t find_or_add_segment(fsdp_flat_layout *self,
   }
   const int64_t numel =
       alignment_numel(min_i64(alignment.itemsize, spec->dtype.itemsize));
-  return add_segment(self, spec, alignment.params ? numel : 1,
+  return add_segment(self, spec, kind, alignment.params ? numel : 1,
                      alignment.shards ? numel : 1);
 }
 
@@ -125,17 +135,24 @@ static fsdp_status cut_segment(placed_segment *target, int64_t index,
   return FSDP_OK;
 }
 
-/* row_numels NULL: not by rows. */
+/* What the parameters of a segment have in common beside what is in `info`. */
+static int64_t kind_of(const layout_rule *rule, int64_t param, int64_t numel) {
+  if (rule->segments != NULL) return rule->segments[param];
+  if (!rule->is_apart || rule->block_numels[param] >= numel) return 0;
+  return rule->block_numels[param];
+}
+
 static fsdp_status place_params(fsdp_flat_layout *self,
                                 const fsdp_param_table *table,
-                                const int64_t *row_numels, fsdp_error *error) {
+                                const layout_rule *rule, fsdp_error *error) {
   fsdp_status status = FSDP_OK;
   for (int64_t param = 0; param < self->num_params; param++) {
     const fsdp_param_spec *spec = fsdp_param_table_spec(table, param);
     const int64_t index =
-        row_numels == NULL
-            ? find_or_add_segment(self, spec)
-            : add_segment(self, spec, 1, max_i64(row_numels[param], 1));
+        rule->row_numels == NULL
+            ? find_or_add_segment(self, spec, kind_of(rule, param, spec->numel))
+            : add_segment(self, spec, 0, 1,
+                          max_i64(rule->row_numels[param], 1));
     if (index < 0) {
       return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
                        "out of host memory while adding segment %" PRId64,
@@ -329,7 +346,7 @@ static fsdp_status create_layout(const fsdp_param_table *table,
       fsdp_calloc((size_t)num_params, sizeof *self->segment_params);
   if (self->segment_params == NULL) goto no_memory;
 
-  FSDP_TRY(place_params(self, table, rule.row_numels, error));
+  FSDP_TRY(place_params(self, table, &rule, error));
   group_params(self);
   FSDP_TRY(cut_segments(self, &rule, error));
 
@@ -356,6 +373,27 @@ fsdp_status fsdp_flat_layout_create(const fsdp_param_table *table,
                        error);
 }
 
+static int64_t padding(const fsdp_flat_layout *self) {
+  int64_t numel = 0;
+  for (int64_t i = 0; i < self->num_segments; i++) {
+    numel += self->segments[i].info.padding_numel;
+  }
+  return numel;
+}
+
+/* Whether blocks pad a segment by much. */
+static bool has_much_padding(const fsdp_flat_layout *self,
+                             const int64_t *block_numels) {
+  for (int64_t i = 0; i < self->num_segments; i++) {
+    const fsdp_segment *info = &self->segments[i].info;
+    if (info->padding_numel > info->unsharded_numel / MUCH_PADDING &&
+        has_blocks(self, i, block_numels)) {
+      return true;
+    }
+  }
+  return false;
+}
+
 fsdp_status fsdp_flat_layout_create_in_blocks(const fsdp_param_table *table,
                                               const int64_t *block_numels,
                                               int64_t world_size,
@@ -369,8 +407,22 @@ fsdp_status fsdp_flat_layout_create_in_blocks(const fsdp_param_table *table,
                      " elements, need >= 0",
                      i, block_numels[i]);
   }
-  const layout_rule rule = {.block_numels = block_numels};
-  return create_layout(table, rule, world_size, alignment, layout, error);
+  fsdp_flat_layout *together = NULL, *apart = NULL;
+  fsdp_status status = FSDP_OK;
+  layout_rule rule = {.block_numels = block_numels};
+  FSDP_TRY(create_layout(table, rule, world_size, alignment, &together, error));
+  if (has_much_padding(together, block_numels)) {
+    rule.is_apart = true;
+    FSDP_TRY(create_layout(table, rule, world_size, alignment, &apart, error));
+  }
+  fsdp_flat_layout **best =
+      apart != NULL && padding(apart) < padding(together) ? &apart : &together;
+  *layout = *best;
+  *best = NULL;
+done:
+  fsdp_flat_layout_destroy(apart);
+  fsdp_flat_layout_destroy(together);
+  return status;
 }
 
 fsdp_status fsdp_flat_layout_create_by_rows(const fsdp_param_table *table,
@@ -392,11 +444,12 @@ fsdp_status fsdp_flat_layout_create_by_rows(const fsdp_param_table *table,
 }
 
 fsdp_status fsdp_flat_layout_create_placed(
-    const fsdp_param_table *table, const int64_t *offsets,
-    const int64_t *shard_numels, int64_t num_segments, int64_t world_size,
-    fsdp_flat_layout **layout, fsdp_error *error) {
+    const fsdp_param_table *table, const int64_t *segments,
+    const int64_t *offsets, const int64_t *shard_numels, int64_t num_segments,
+    int64_t world_size, fsdp_flat_layout **layout, fsdp_error *error) {
   const fsdp_alignment alignment = {.itemsize = 1}; /* nothing is aligned */
-  const layout_rule rule = {.offsets = offsets,
+  const layout_rule rule = {.segments = segments,
+                            .offsets = offsets,
                             .shard_numels = shard_numels,
                             .num_segments = num_segments};
   return create_layout(table, rule, world_size, alignment, layout, error);

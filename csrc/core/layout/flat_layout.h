@@ -9,11 +9,11 @@
  *     rank     0 0 0 0 0 0 0 0 | 1 1 1  1  1  1  1  1
  *
  * A segment holds all parameters of one (dtype, requires_grad), in the order of
- * the table unless blocks are kept whole. Segments are in the order in which
- * they first appear. On request, parameters, shards or both (as above) start at
- * multiples of the alignment. `padding_numel` elements belong to no parameter:
- * gaps between parameters, and the tail. Pure arithmetic, immutable once
- * created.
+ * the table unless blocks are kept whole (see below). Segments are in the order
+ * in which they first appear. On request, parameters, shards or both (as above)
+ * start at multiples of the alignment. `padding_numel` elements belong to no
+ * parameter: gaps between parameters, and the tail. Pure arithmetic, immutable
+ * once created.
  *
  * Note [Layout by rows]
  * Each parameter is a segment of its own there, and a shard is a whole number
@@ -26,6 +26,8 @@
  * Where parameters have blocks that no two ranks may share, their segment is
  * not in the order of the table, and there are gaps: see layout/blocks.h. What
  * is aligned then, parameters or shards, both are. Other segments are as ever.
+ * Blocks of several sizes pad each other: where that is over a hundredth of a
+ * segment, and less with a segment for each size, there is one for each.
  */
 #ifndef FSDP_LAYOUT_FLAT_LAYOUT_H
 #define FSDP_LAYOUT_FLAT_LAYOUT_H
@@ -108,17 +110,17 @@ FSDP_NODISCARD fsdp_status fsdp_flat_layout_create_in_blocks(
     fsdp_error *error);
 
 /*
- * A layout that was made once, by whatever rule: of a checkpoint. offsets: per
- * parameter of the table, in its segment. shard_numels: per segment. Otherwise
- * as fsdp_flat_layout_create; no alignment.
+ * A layout that was made once, by whatever rule: of a checkpoint. segments and
+ * offsets: per parameter of the table, where it lies. shard_numels: per
+ * segment. Otherwise as fsdp_flat_layout_create; no alignment.
  *
  * FSDP_INVALID_ARGUMENT  also: another number of segments, or parameters that
  *                        overlap or do not lie in the shards.
  */
 FSDP_NODISCARD fsdp_status fsdp_flat_layout_create_placed(
-    const fsdp_param_table *table, const int64_t *offsets,
-    const int64_t *shard_numels, int64_t num_segments, int64_t world_size,
-    fsdp_flat_layout **layout, fsdp_error *error);
+    const fsdp_param_table *table, const int64_t *segments,
+    const int64_t *offsets, const int64_t *shard_numels, int64_t num_segments,
+    int64_t world_size, fsdp_flat_layout **layout, fsdp_error *error);
 
 /* Accepts NULL. Cannot fail. */
 void fsdp_flat_layout_destroy(fsdp_flat_layout *layout);
