@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -28,6 +29,15 @@ class Cut:
     # The mesh and the placements of a parameter that is a DTensor.
     parallel: tuple[DeviceMesh, tuple[Placement, ...]] | None
     data_dims: frozenset[int] = frozenset()  # of that mesh; see dp_mesh_dims
+
+    @property
+    def parallel_groups(self) -> list[ProcessGroup]:
+        """Those over which the local tensors are put together to ``shape``."""
+        if self.parallel is None:
+            return []
+        mesh = self.parallel[0]
+        dims = set(range(mesh.ndim)) - self.data_dims
+        return [mesh.get_group(dim) for dim in sorted(dims)]
 
 
 def cut_of(

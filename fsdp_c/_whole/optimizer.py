@@ -213,7 +213,7 @@ class WholeParameterOptimizer(Optimizer):
         """The owner of each parameter, by name: its rank in the parameter's grid.
 
         That is ``replica * shards + shard``: the rank, in a model that is sharded over
-        all ranks.
+        all ranks. Each tensor parallel rank counts as a replica.
         """
         return {
             whole.part.fqn: whole.replica_rank * whole.grid.num_shards

@@ -4,10 +4,13 @@ Note [Grids]
 The ranks that have a parameter are a grid: those of a row shard it, those of a column
 have the same part. An owner is one rank of the grid. A whole comes together in the
 owner's row; what goes back is cut in the owner's row, and then each rank there passes
-its part on along its column. So replicas do nothing twice.
+its part on along its column. So replicas do nothing twice. Tensor parallel ranks are
+replicas here: parts are gathered over them before, and cut after. A column of several
+groups is passed along one after the other, the last one first.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -50,16 +53,18 @@ class Grid(NamedTuple):
     """The ranks that have a parameter; see Note [Grids]."""
 
     shard_group: ProcessGroup | None  # None: each rank of the row has the whole
-    replica_group: ProcessGroup | None  # None: there is one row
+    replica_groups: tuple[ProcessGroup, ...]  # whose product are columns
     device: torch.device  # of the collectives
 
     @classmethod
     def of(cls, part: ParamPart) -> "Grid":
         """Return the grid of a parameter; this rank alone, if it is in no unit."""
+        parallel: list[ProcessGroup] = []
         if isinstance(part.home, GroupRows):
             arguments = part.home.owner.arguments
             data = arguments.data
             shards, replicas = data.shard_group, data.replica_group
+            parallel = part.home.cut.parallel_groups
             device = arguments.device
         elif part.module is not None:
             groups = part.module._sharded.groups
@@ -68,9 +73,10 @@ class Grid(NamedTuple):
         else:
             shards = replicas = None
             device = part.param.device
+        columns = [replicas, *parallel]
         return cls(
             None if shards is None or shards.size() == 1 else shards,
-            None if replicas is None or replicas.size() == 1 else replicas,
+            tuple(each for each in columns if each is not None and each.size() > 1),
             device,
         )
 
@@ -84,11 +90,22 @@ class Grid(NamedTuple):
 
     @property
     def num_replicas(self) -> int:
-        return 1 if self.replica_group is None else self.replica_group.size()
+        return math.prod(group.size() for group in self.replica_groups)
 
     @property
     def replica_rank(self) -> int:
-        return 0 if self.replica_group is None else self.replica_group.rank()
+        rank = 0
+        for group in self.replica_groups:
+            rank = rank * group.size() + group.rank()
+        return rank
+
+    def ranks_in_column(self, replica_rank: int) -> list[int]:
+        """Return a replica's rank in each of ``replica_groups``."""
+        ranks: list[int] = []
+        for group in reversed(self.replica_groups):
+            replica_rank, rank = divmod(replica_rank, group.size())
+            ranks.insert(0, rank)
+        return ranks
 
     @property
     def runs_beside(self) -> bool:
@@ -100,8 +117,8 @@ class Grid(NamedTuple):
     @property
     def groups(self) -> list[ProcessGroup]:
         """The groups over which all of its ranks hear of each other, in this order."""
-        groups = (self.replica_group, self.shard_group)
-        return [group for group in groups if group is not None]
+        shards = [] if self.shard_group is None else [self.shard_group]
+        return [*self.replica_groups, *shards]
 
 
 @dataclass(frozen=True, eq=False)
@@ -311,7 +328,7 @@ def scatter(travelling: Sequence[Travelling], what: str) -> list[Tensor]:
     rows: dict[Grid, list[int]] = {}
     columns: dict[Grid, list[int]] = {}
     for index, (whole, values, _) in enumerate(travelling):
-        if whole.grid.replica_group is not None:
+        if whole.grid.replica_groups:
             columns.setdefault(whole.grid, []).append(index)
         if not whole.is_in_my_row:
             continue
@@ -333,18 +350,30 @@ def scatter(travelling: Sequence[Travelling], what: str) -> list[Tensor]:
         for index, part in zip(members, arrived, strict=True):
             parts[index] = part
     for grid, members in columns.items():
-        assert grid.replica_group is not None
-        moves = []
-        for index in members:
-            whole, _, dtype = travelling[index]
-            numel, sender = whole.part.part_numel, whole.replica_rank
-            held = Placement.on_ranks([numel], sender, sender + 1)
-            needed = Placement.on_ranks([numel], 0, grid.num_replicas)
-            moves.append(Move(parts[index], dtype, 0, held, needed))
-        arrived = exchange_in(grid.replica_group, grid.device, moves, label)
-        for index, part in zip(members, arrived, strict=True):
-            parts[index] = part
+        _pass_on(grid, [(i, travelling[i]) for i in members], parts, label)
     return [part for part in parts if part is not None]
+
+
+def _pass_on(
+    grid: Grid,
+    members: Sequence[tuple[int, Travelling]],
+    parts: list[Tensor | None],
+    label: str,
+) -> None:
+    """Fill in the members' ``parts``, which the owners' rows have, along columns."""
+    own = grid.ranks_in_column(grid.replica_rank)
+    for depth, group in reversed(list(enumerate(grid.replica_groups))):
+        moves = {}
+        for index, (whole, _, dtype) in members:
+            owner = grid.ranks_in_column(whole.replica_rank)
+            if owner[:depth] == own[:depth]:
+                numel, sender = whole.part.part_numel, owner[depth]
+                held = Placement.on_ranks([numel], sender, sender + 1)
+                needed = Placement.on_ranks([numel], 0, group.size())
+                moves[index] = Move(parts[index], dtype, 0, held, needed)
+        arrived = exchange_in(group, grid.device, list(moves.values()), label)
+        for index, part in zip(moves, arrived, strict=True):
+            parts[index] = part
 
 
 def _placeholder(whole: WholeParam) -> nn.Parameter:

@@ -493,10 +493,14 @@ def test_resume_at_another_number_of_ranks(rank: int, tmp_path: Path) -> None:
             dist.destroy_process_group(group)
 
 
+@pytest.mark.parametrize("shape", [(2, 2), (2, 1, 2)])
 @distributed(world_size=4)
-def test_tensor_parallel_matrices_are_whole_over_both_meshes() -> None:
-    """2 x 2 ranks: fully_shard over rows, tensor parallelism over columns or rows."""
-    mesh = kept_mesh((2, 2), ("dp", "tp"))
+def test_tensor_parallel_matrices_are_whole_over_both_meshes(
+    shape: tuple[int, ...],
+) -> None:
+    """fully_shard over rows or replicas, tensor parallelism over columns or rows."""
+    data_names = ("dp",) if len(shape) == 2 else ("dp", "shard")
+    mesh = kept_mesh(shape, (*data_names, "tp"))
     plain = nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 6)).to(TEST_DEVICE)
     torch.manual_seed(5)
     for param in plain.parameters():
@@ -505,8 +509,12 @@ def test_tensor_parallel_matrices_are_whole_over_both_meshes() -> None:
     model = copy.deepcopy(plain)
     styles = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     parallelize_module(model, mesh["tp"], styles)
-    fully_shard(model, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh[data_names])
     optimizer = whole_parameter_optimizer(model, TensorNorm)
+    assert sorted(set(optimizer.owners.values())) == [0, 1, 2, 3]
+    num_owned = torch.tensor(optimizer.memory_stats()["num_params"])
+    dist.all_reduce(num_owned)
+    assert num_owned == 4  # each by one of the four ranks
     reference = TensorNorm(plain.parameters())
     for number in range(3):
         generator = torch.Generator("cpu").manual_seed(
