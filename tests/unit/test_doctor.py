@@ -29,6 +29,7 @@ HEALTHY = Machine(
     open_files=65536,
     parts=PARTS,
     accelerator="",
+    cpu_features=frozenset({"avx2", "avx512_bf16"}),
     has_nccl=False,
 )
 
@@ -145,6 +146,7 @@ def test_healthy() -> None:
         ({"shared_nbytes": 1 << 20}, "/dev/shm", "warning", "--shm-size"),
         ({"shared_nbytes": -1}, "/dev/shm", "warning", "--shm-size"),
         ({"open_files": 256}, "open files", "warning", "ulimit -n"),
+        ({"cpu_features": frozenset({"avx2"})}, "bf16", "note", "in fp32"),
         (
             {"env": {"TORCH_DISTRIBUTED_DEBUG": "detail"}},
             "TORCH_DISTRIBUTED_DEBUG",

@@ -44,6 +44,16 @@ def _accelerator_type() -> str:
     return "" if accelerator is None else accelerator.type
 
 
+def _cpu_features() -> frozenset[str]:
+    """Return what Linux calls the flags of an x86 CPU; of others nothing."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return frozenset()
+    flags = next((line for line in lines if line.startswith("flags")), "")
+    return frozenset(flags.partition(":")[2].split())
+
+
 @dataclass(frozen=True)
 class Machine:
     """What the checks look at; tests make other ones."""
@@ -56,6 +66,7 @@ class Machine:
     )
     parts: Mapping[str, str] = field(default_factory=_native.parts)
     accelerator: str = field(default_factory=_accelerator_type)
+    cpu_features: frozenset[str] = field(default_factory=_cpu_features)
     has_nccl: bool = field(
         default_factory=lambda: dist.is_available() and dist.is_nccl_available()
     )
@@ -372,10 +383,25 @@ def _check_debug_level(machine: Machine) -> Iterator[Row]:
         )
 
 
+def _check_bf16(machine: Machine) -> Iterator[Row]:
+    features = machine.cpu_features
+    has_units = not features or features & {"avx512_bf16", "amx_bf16"}
+    if not machine.accelerator and not has_units:
+        yield Row(
+            "found",
+            "bf16",
+            "this CPU multiplies bf16 in software; torch.optim.Muon does so in every "
+            "step, and bf16 parameters in every forward and backward",
+            "note",
+            "time a step in fp32, too; of Muon, choose one that multiplies in fp32",
+        )
+
+
 _CHECKS: tuple[Callable[[Machine], Iterator[Row]], ...] = (
     _check_flight_recorder,
     _check_threads,
     _check_shared_memory,
     _check_open_files,
     _check_debug_level,
+    _check_bf16,
 )
