@@ -265,7 +265,7 @@ class Part(Node):
         dtype = x.dtype
         for own in self.own_params():
             is_real = own.is_floating_point() and own.numel() > 0
-            if is_real and self.spec.kind != "single":
+            if is_real and self.spec.kind not in ("single", "sometimes"):
                 x = x.to(own.dtype)
                 break
         out = super().forward(x)
@@ -290,6 +290,7 @@ class Part(Node):
                 torch.einsum("bcd,c->bd", self.conv(x.unsqueeze(1)), self.mix)
             ),
             "lstm": lambda: self.lstm(x.unsqueeze(0))[0].squeeze(0),
+            "sometimes": lambda: self._one_of_two(x),
             "embedding": lambda: x + self._look_up(x),
             "complex": lambda: (x * self.turn).imag,
             "single_element": lambda: x * self.gain.flatten(),
@@ -297,6 +298,11 @@ class Part(Node):
         }
         found = run.get(self.spec.kind)
         return super()._leaf(x) if found is None else found()
+
+    def _one_of_two(self, x: Tensor) -> Tensor:
+        """Look at what is used only: the other one may be sharded in backward."""
+        used = self.first if x.detach().sum() > 0 else self.second
+        return torch.tanh(used(x.to(used.weight.dtype)))
 
     def _look_up(self, x: Tensor) -> Tensor:
         num = self.table.num_embeddings
