@@ -14,11 +14,14 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from helpers.distributed import STRATEGIES, distributed
-from helpers.impl import MixedPrecision, fsdp
+from helpers.distributed import STRATEGIES, distributed, every_strategy
+from helpers.impl import MixedPrecision, assert_idle, fsdp, memory_stats
 from helpers.models import MLP, Block, vectors
 from helpers.reference import Differential
 from helpers.rows import APIS, in_either_api, shard_by
+
+# Of a step of _Model: one for forward and one for backward of each unit.
+MOST_GATHERS = 2 * 3 + 1
 
 
 class _CheckpointedBlock(Block):
@@ -70,6 +73,59 @@ def test_checkpoint(use_reentrant: bool, around: bool, strategy: str, api: str) 
     differential.zero_grad()
     differential.accumulate(2, no_sync=True)
     differential.checked_step()
+
+
+@pytest.mark.trap(7)
+@pytest.mark.parametrize("forward_prefetch", [True, False])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("around", [True, False])
+@distributed(world_size=2)
+def test_recomputation_gathers_once(
+    around: bool, use_reentrant: bool, forward_prefetch: bool
+) -> None:
+    """Two gathers per unit, for checkpoint(unit) as for unit(checkpoint)."""
+    differential = Differential.of_units(
+        lambda: _Model(use_reentrant, around),
+        {Block},
+        forward_prefetch=forward_prefetch,
+    )
+    differential.train(2)
+    before = memory_stats(differential.model)["num_all_gathers"]
+    differential.train(1)
+    num_gathers = memory_stats(differential.model)["num_all_gathers"] - before
+    assert num_gathers <= MOST_GATHERS
+
+
+@pytest.mark.trap(29)
+@every_strategy
+@pytest.mark.parametrize("frozen", [(0,), (0, 1), (1, 2)])
+@distributed(world_size=(2, 3))
+def test_frozen_units_under_reentrant_checkpoint(
+    frozen: tuple[int, ...], strategy: str, use_orig_params: bool
+) -> None:
+    """Recomputing one in backward is no forward: it prefetches nothing ahead."""
+
+    def build() -> nn.Module:
+        model = _Model(use_reentrant=True, around=True)
+        for index in frozen:
+            model.blocks[index].requires_grad_(False)
+        return model
+
+    differential = Differential.of_units(
+        build,
+        {Block},
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+        forward_prefetch=True,
+    )
+    for _ in range(3):
+        before = memory_stats(differential.model)["num_all_gathers"]
+        differential.zero_grad()
+        differential.forward_backward()
+        assert_idle(differential.model)
+        num_gathers = memory_stats(differential.model)["num_all_gathers"] - before
+        assert num_gathers <= MOST_GATHERS
+        differential.checked_step()
 
 
 @pytest.mark.parametrize("api", APIS)

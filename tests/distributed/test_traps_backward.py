@@ -1,4 +1,4 @@
-"""Traps around backward: hooks that never fire, frozen units, prefetch, recompute.
+"""Traps around backward: hooks that never fire, frozen units, prefetch.
 
 What a number stands for is in tests/lint/test_traps.py.
 """
@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from helpers.distributed import TEST_DEVICE, distributed, every_strategy
 from helpers.impl import BackwardPrefetch, assert_idle, memory_stats, unit_states
@@ -129,97 +128,6 @@ def test_first_unit_without_a_gradient_of_its_input(
         assert stats["num_reduces"] - before == 4 - num_frozen
         differential.check()
         differential.step()
-
-
-def _gathers_per_step(differential: Differential, num_steps: int = 2) -> int:
-    """Return the all-gathers of the last of ``num_steps`` steps."""
-    counts = [0]
-    for _ in range(num_steps):
-        differential.train(1)
-        counts.append(memory_stats(differential.model)["num_all_gathers"])
-    return counts[-1] - counts[-2]
-
-
-class _Checkpointed(nn.Module):
-    """Checkpoints around the units, or inside them."""
-
-    def __init__(self, use_reentrant: bool, around: bool, num_blocks: int = 4) -> None:
-        super().__init__()
-        self.use_reentrant = use_reentrant
-        self.around = around
-        self.blocks = nn.ModuleList(
-            Block() if around else _Inside(use_reentrant) for _ in range(num_blocks)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.requires_grad_()
-        for block in self.blocks:
-            if self.around:
-                x = checkpoint(block, x, use_reentrant=self.use_reentrant)
-            else:
-                x = block(x)
-        return x
-
-
-class _Inside(nn.Module):
-    """A unit that recomputes its block."""
-
-    def __init__(self, use_reentrant: bool) -> None:
-        super().__init__()
-        self.inner = Block()
-        self.use_reentrant = use_reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
-
-
-@pytest.mark.trap(7)
-@pytest.mark.parametrize("forward_prefetch", [True, False])
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("around", [True, False])
-@distributed(world_size=2)
-def test_recomputation_gathers_once(
-    around: bool, use_reentrant: bool, forward_prefetch: bool
-) -> None:
-    """Two gathers per unit, for checkpoint(unit) as for unit(checkpoint)."""
-    differential = Differential.of_units(
-        lambda: _Checkpointed(use_reentrant, around),
-        {Block if around else _Inside},
-        forward_prefetch=forward_prefetch,
-    )
-    assert _gathers_per_step(differential, 3) <= 2 * 4
-
-
-@pytest.mark.trap(29)
-@every_strategy
-@pytest.mark.parametrize("frozen", [(0,), (0, 1), (1, 2), (3,)])
-@distributed(world_size=(2, 3))
-def test_frozen_units_under_reentrant_checkpoint(
-    frozen: tuple[int, ...], strategy: str, use_orig_params: bool
-) -> None:
-    """Recomputing one in backward is no forward: it prefetches nothing ahead."""
-
-    def build() -> nn.Module:
-        model = _Checkpointed(use_reentrant=True, around=True)
-        for index in frozen:
-            model.blocks[index].requires_grad_(False)
-        return model
-
-    differential = Differential.of_units(
-        build,
-        {Block},
-        strategy=strategy,
-        use_orig_params=use_orig_params,
-        forward_prefetch=True,
-    )
-    for _ in range(3):
-        before = memory_stats(differential.model)["num_all_gathers"]
-        differential.zero_grad()
-        differential.forward_backward()
-        assert_idle(differential.model)
-        num_gathers = memory_stats(differential.model)["num_all_gathers"] - before
-        assert num_gathers <= 2 * 4
-        differential.checked_step()
 
 
 class _Outer(nn.Module):
