@@ -176,10 +176,7 @@ def test_mode_changes_in_mid_step(strategy: str) -> None:
     model = differential.model
     _train(differential, 1)
     differential.zero_grad()
-    mean, loss = differential.forward()
-    _compare_eval(differential)
-    mean.backward()
-    loss.backward()
+    differential.forward_backward(inside=lambda: _compare_eval(differential))
     differential.check()
     differential.step()
     differential.zero_grad()

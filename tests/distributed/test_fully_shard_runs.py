@@ -87,12 +87,7 @@ def test_writes_between_steps() -> None:
     both.train(1)
     both.model.set_requires_gradient_sync(False)
     both.forward_backward()
-    with torch.no_grad():
-        for param, like in zip(
-            both.model.parameters(), both.reference.parameters(), strict=True
-        ):
-            param.mul_(0.5)
-            like.mul_(0.5)
+    both.scale_params(0.5)
     both.model.set_requires_gradient_sync(True)
     both.forward_backward()
     both.check()

@@ -110,9 +110,7 @@ def test_moved(api: str, how: str, strategy: str) -> None:
         both.forward_backward()
         _move(both, how)
         both.checked_step()
-        with torch.no_grad():
-            for param in (*both.model.parameters(), *both.reference.parameters()):
-                param.mul_(0.9)
+        both.scale_params(0.9)
 
 
 @ON_CPU

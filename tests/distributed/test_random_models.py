@@ -171,10 +171,7 @@ class _Run:
         elif event == "move":
             self.move()
         elif event == "write":
-            with torch.no_grad():
-                for model in self.both:
-                    for param in model.parameters():
-                        param.mul_(0.97)
+            differential.scale_params(0.97)
 
     def run_frozen(self) -> None:
         """Run a forward without gradients while all parameters are frozen, or some.

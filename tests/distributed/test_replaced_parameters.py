@@ -219,9 +219,7 @@ def test_replaced_between_forward_and_backward(differential: Differential) -> No
     differential.train(1)
     differential.zero_grad()
     values = _new_values((DIM, DIM))
-    mean, loss = differential.forward()
-    mean.backward()
-    loss.backward()
+    differential.forward_backward()
     differential.check()
     for module in (differential.reference, differential.model.module):
         module.inp.weight = nn.Parameter(values.clone())

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,10 +59,6 @@ def make(
 # What is looked at there --------------------------------------------------------
 
 
-def _summon(both: ParallelFlat) -> None:
-    both.check()
-
-
 def _state_dict(both: ParallelFlat, kind: str) -> None:
     with FSDP.state_dict_type(both.model, StateDictType[kind]):
         state = both.model.state_dict()
@@ -70,14 +67,6 @@ def _state_dict(both: ParallelFlat, kind: str) -> None:
     assert all(isinstance(value, DTensor) for value in state.values())
     found = {name: whole_value(value) for name, value in state.items()}
     assert_same_tensors("state", found, expected, both.tolerance)
-
-
-def _full(both: ParallelFlat) -> None:
-    _state_dict(both, "FULL_STATE_DICT")
-
-
-def _sharded(both: ParallelFlat) -> None:
-    _state_dict(both, "SHARDED_STATE_DICT")
 
 
 def _optim_state(both: ParallelFlat) -> None:
@@ -96,36 +85,28 @@ def _clip(both: ParallelFlat) -> None:
         both.clip(0.1)
 
 
-def _zero(both: ParallelFlat) -> None:
-    both.reference.zero_grad()
-    both.model.zero_grad()
-
-
-def _zero_to_zeros(both: ParallelFlat) -> None:
-    both.reference.zero_grad(set_to_none=False)
-    both.model.zero_grad(set_to_none=False)
-
-
-def _zero_of_optimizer(both: ParallelFlat) -> None:
-    both.zero_grad()
+def _zero(both: ParallelFlat, *, set_to_none: bool) -> None:
+    both.reference.zero_grad(set_to_none=set_to_none)
+    both.model.zero_grad(set_to_none=set_to_none)
 
 
 LOOKS: dict[str, Callable[[ParallelFlat], None]] = {
-    "summon": _summon,
-    "full": _full,
-    "sharded": _sharded,
+    "none": lambda _: None,
+    "summon": ParallelFlat.check,
+    "full": partial(_state_dict, kind="FULL_STATE_DICT"),
+    "sharded": partial(_state_dict, kind="SHARDED_STATE_DICT"),
     "optim": _optim_state,
     "clip": _clip,
-    "zero": _zero,
-    "zeros": _zero_to_zeros,
-    "optimizer": _zero_of_optimizer,
+    "zero": partial(_zero, set_to_none=True),
+    "zeros": partial(_zero, set_to_none=False),
+    "optimizer": ParallelFlat.zero_grad,
 }
 
 
 @varied(
     strategy=STRATEGIES,
     use_orig_params=[True, False],
-    look=list(LOOKS),
+    look=sorted(LOOKS.keys() - {"none"}),
     options=list(OPTIONS),
 )
 @distributed(world_size=4)
@@ -136,13 +117,10 @@ def test_backward_after_looking(
     with groups_destroyed():
         both = make(strategy, use_orig_params, options)
         for _ in range(2):
-            mean, loss = both.forward()
-            LOOKS[look](both)
-            mean.backward()
-            loss.backward()
+            both.forward_backward(inside=partial(LOOKS[look], both))
             both.check()
         both.checked_step()
-        del mean, loss, both
+        del both
 
 
 @varied(
@@ -160,13 +138,10 @@ def test_looking_in_no_sync(
         both = make(strategy, use_orig_params, options)
         for is_quiet in (True, True, False) * 2:
             with both.model.no_sync() if is_quiet else nullcontext():
-                mean, loss = both.forward()
-                LOOKS[look](both)
-                mean.backward()
-                loss.backward()
+                both.forward_backward(inside=partial(LOOKS[look], both))
             if not is_quiet:
                 both.checked_step()
-        del mean, loss, both
+        del both
 
 
 # What is shown and written there ------------------------------------------------
@@ -188,8 +163,7 @@ def test_penalty_on_weights(strategy: str, options: str, look: str) -> None:
             mean, loss = both.forward()
             mean = mean + _penalty(both.reference)
             loss = loss + _penalty(both.model)
-            if look != "none":
-                LOOKS[look](both)
+            LOOKS[look](both)
             mean.backward()
             loss.backward()
             both.check()
@@ -225,23 +199,15 @@ def test_what_is_shown(strategy: str, use_orig_params: bool, options: str) -> No
         del loss, both
 
 
-def _halve(model: nn.Module) -> None:
-    with torch.no_grad():
-        for param in model.parameters():
-            param.mul_(0.5)
-
-
 def _summon_and_halve(both: ParallelFlat) -> None:
-    _halve(both.reference)
     with FSDP.summon_full_params(both.model):
-        _halve(both.model)
+        both.scale_params(0.5)
 
 
 def _load(both: ParallelFlat) -> None:
-    _halve(both.reference)
-    both.model.load_state_dict(
-        {n: v.detach() * 0.5 for n, v in both.model.state_dict().items()}
-    )
+    for model in (both.reference, both.model):
+        state = model.state_dict()
+        model.load_state_dict({n: v.detach() * 0.5 for n, v in state.items()})
 
 
 def _apply(both: ParallelFlat) -> None:
@@ -255,29 +221,19 @@ def _apply(both: ParallelFlat) -> None:
         )
 
 
-def _write(both: ParallelFlat) -> None:
-    _halve(both.reference)
-    _halve(both.model)
-
-
 def _write_locally(both: ParallelFlat) -> None:
-    _halve(both.reference)
     with torch.no_grad():
-        for param in both.model.parameters():
+        for param in (*both.model.parameters(), *both.reference.parameters()):
             (param.to_local() if isinstance(param, DTensor) else param).mul_(0.5)
-
-
-def _step(both: ParallelFlat) -> None:
-    both.step()
 
 
 WRITES: dict[str, Callable[[ParallelFlat], None]] = {
     "summon": _summon_and_halve,
     "load": _load,
     "apply": _apply,
-    "write": _write,
+    "write": lambda both: both.scale_params(0.5),
     "local": _write_locally,
-    "step": _step,
+    "step": ParallelFlat.step,
 }
 
 

@@ -110,11 +110,7 @@ def test_forwards_without_gradients_anywhere(
         with model.no_sync():
             differential.forward_backward()
             look()
-        mean, mine = differential.forward()
-        look()
-        look()
-        mean.backward()
-        mine.backward()
+        differential.forward_backward(inside=lambda: (look(), look()))
         look()
         differential.check()
         differential.step()
@@ -137,10 +133,7 @@ def test_forward_whose_loss_is_dropped(differential: Differential, what: str) ->
         if what == "step":
             differential.step()
         elif what == "write":
-            with torch.no_grad():
-                for model in (differential.model, differential.reference):
-                    for param in model.parameters():
-                        param.mul_(0.9)
+            differential.scale_params(0.9)
         differential.forward_backward()
         differential.checked_step()
 

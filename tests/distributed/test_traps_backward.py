@@ -6,7 +6,6 @@ What a number stands for is in tests/lint/test_traps.py.
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 
 from helpers.distributed import TEST_DEVICE, distributed, every_strategy
@@ -88,10 +87,7 @@ def test_unit_whose_output_is_dropped(differential: Differential, frozen: bool) 
         differential.check()
         differential.step()
         # The frozen weights are replaced: a stale unsharded copy would show.
-        with torch.no_grad():
-            for model in (differential.reference, differential.model):
-                for param in model.parameters():
-                    param.mul_(0.9)
+        differential.scale_params(0.9)
 
 
 @pytest.mark.trap(3)

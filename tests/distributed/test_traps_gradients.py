@@ -118,10 +118,7 @@ def test_parameters_change_between_no_sync_backwards(
             differential.step()
             differential.zero_grad()
         else:
-            with torch.no_grad():
-                for module in (model, reference):
-                    for param in module.parameters():
-                        param.mul_(0.9)
+            differential.scale_params(0.9)
         differential.forward_backward()
         differential.check()
 

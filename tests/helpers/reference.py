@@ -412,6 +412,13 @@ class Differential:
         torch.stack([mean for mean, _ in losses]).sum().backward()
         torch.stack([mine for _, mine in losses]).sum().backward()
 
+    def scale_params(self, factor: float) -> None:
+        """Multiply all parameters of both models in place, as they are shown."""
+        with torch.no_grad():
+            for model in (self.model, self.reference):
+                for param in model.parameters():
+                    param.mul_(factor)
+
     def scale_reference_grads(self, factor: float) -> None:
         """Multiply the gradients of the reference, of which none may be None."""
         for param in self.reference.parameters():
@@ -540,8 +547,6 @@ class Differential:
 def with_model(
     model: str | Callable[[], nn.Module] = "mlp",
     units: Iterable[type[nn.Module]] | None = None,
-    *,
-    only_fsdp_c: str | None = None,
     **fixed: Any,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give ``test_x(differential, ...)`` both models; goes below ``@distributed``.
@@ -552,7 +557,6 @@ def with_model(
     Args:
         model: A name of CASES or, with ``units``, what builds a model.
         units: The classes of units.
-        only_fsdp_c: Why torch's FSDP1 cannot stand in.
         fixed: Other arguments of ``Differential.of_units``.
     """
 
