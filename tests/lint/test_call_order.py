@@ -1,269 +1,43 @@
-"""Calls go one way: between rooms down their list, within a room without a circle.
+"""Calls go one way: between rooms down their list, within a room without a circle."""
 
-A file uses another where it names a function or table that the other defines for
-others. Inline functions and macros of headers count for the files that use them. Calls
-through function pointers do not count: that is how a lower file reaches a higher one.
-Of C++ methods only those with an underscore in their name count: what ``x.wait()``
-calls cannot be told from the text.
-
-design.md lists the circles that remain, with their reasons; a circle that is not
-listed fails, and so does a listed one that is gone.
-"""
-
-import re
-from collections.abc import Iterator
-from functools import cache
-from pathlib import Path
-from typing import NamedTuple
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 
 import pytest
 
-from helpers.rooms import CSRC, FILES, ROOMS, ROOT, room_of
-
-NOISE = re.compile(
-    r"/\*.*?\*/|//[^\n]*|\"(?:\\.|[^\"\\\n])*\"|(?<![0-9A-Fa-f])'(?:\\.|[^'\\\n])+'",
-    re.DOTALL,
-)
-MACRO = re.compile(r"^[ \t]*\#[ \t]*define[ \t]+(\w+)((?:[^\n]*\\\n)*[^\n]*)", re.M)
-DIRECTIVE = re.compile(r"^[ \t]*\#(?:[^\n]*\\\n)*[^\n]*", re.MULTILINE)
-# What opens a scope with definitions in it.
-SCOPE = re.compile(
-    r"\s*(?:extern\s*$|(?:inline\s+)?(namespace)\b\s*([\w:]*)\s*$|"
-    r"(?:typedef\s+)?(?:struct|class)\s+(?:\w+\s+)?(\w+)[^()=]*$)"
-)
-FUNCTION = re.compile(r"((?:\w+::)*~?\w+)\s*\(")
-DATA = re.compile(r"(\w+)\s*(?:\[[^\]]*\]\s*)*=\s*$")
-ATTRIBUTE = re.compile(r"\b(?:FSDP_\w+|__attribute__\s*\(\(.*?\)\)|alignas\(.*?\))")
-USE = re.compile(r"(->|\.|::|&)?\s*\b([A-Za-z_]\w*)\b(?=(\s*\()?)")
-
-
-STANDARD = {"wait_for"}  # methods of the C++ library too
-
-
-class Definition(NamedTuple):
-    """A function or table that a file defines."""
-
-    name: str
-    is_method: bool
-    is_external: bool
-    body: str
-
-
-def blank(text: str) -> str:
-    """Return ``text`` without comments and literals, in the same places."""
-    return NOISE.sub(lambda match: re.sub(r"[^\n]", " ", match.group()), text)
-
-
-def end_of_block(text: str, begin: int) -> int:
-    """Return where the brace that opens at ``begin`` closes, exclusive."""
-    depth = 0
-    for match in re.compile(r"[{}]").finditer(text, begin):
-        depth += 1 if match.group() == "{" else -1
-        if depth == 0:
-            return match.end()
-    return len(text)
-
-
-def definitions_in(
-    text: str, *, is_hidden: bool = False, within: str = ""
-) -> Iterator[Definition]:
-    """Find what is defined in ``text``, where it is a file or inside of a scope."""
-    begin = 0
-    for match in iter(re.compile(r"[{;]").finditer(text)):
-        if match.start() < begin:
-            continue
-        head = ATTRIBUTE.sub("", text[begin : match.start()])
-        if match.group() == ";":
-            begin = match.end()
-            continue
-        end = end_of_block(text, match.start())
-        body = text[match.end() : end - 1]
-        scope = SCOPE.match(head)
-        if scope is not None:
-            hidden = is_hidden or (scope[1] is not None and scope[2] == "")
-            inner = scope[3] or within
-            yield from definitions_in(body, is_hidden=hidden, within=inner)
-            begin = end
-            continue
-        is_external = not is_hidden and re.search(r"\bstatic\b", head) is None
-        data = DATA.search(head)
-        function = FUNCTION.search(re.sub(r"\btemplate\s*<[^>]*>", "", head))
-        if data is not None:
-            yield Definition(data[1], False, is_external, body)
-        elif function is not None:
-            path, _, name = function[1].rpartition("::")
-            is_method = bool(path or within)
-            yield Definition(name, is_method, is_external, head + body)
-        begin = end
-
-
-class Source(NamedTuple):
-    """A file: what it defines, and all of its text that may use something."""
-
-    text: str
-    definitions: list[Definition]
-
-
-@cache
-def source_of(path: Path) -> Source:
-    text = blank(path.read_text())
-    found = list(definitions_in(DIRECTIVE.sub("", text)))
-    found += [
-        Definition(name, False, False, body) for name, body in MACRO.findall(text)
-    ]
-    return Source(text, found)
-
-
-def is_source(path: Path) -> bool:
-    """Return whether a file is compiled by itself."""
-    return path.suffix not in {".h", ".hpp"}
-
-
-class Names(NamedTuple):
-    """Who defines what: names of functions and tables, and names of methods."""
-
-    functions: dict[str, Path]
-    methods: dict[str, set[Path]]
-    inlines: dict[str, list[str]]
-
-
-@cache
-def names() -> Names:
-    functions: dict[str, Path] = {}
-    methods: dict[str, set[Path]] = {}
-    inlines: dict[str, list[str]] = {}
-    for path in FILES:
-        for found in source_of(path).definitions:
-            if not is_source(path):
-                inlines.setdefault(found.name, []).append(found.body)
-            elif found.is_method:
-                if "_" in found.name and found.name not in STANDARD:
-                    methods.setdefault(found.name, set()).add(path)
-            elif found.is_external:
-                functions[found.name] = path
-    return Names(functions, methods, inlines)
-
-
-def uses_in(
-    text: str, own: set[str], seen: set[str], *, is_c: bool
-) -> Iterator[tuple[str, Path]]:
-    """Find what ``text`` uses of other files, through inline functions too."""
-    known = names()
-    for mark, name, is_call in USE.findall(text):
-        if mark in {"->", "."}:
-            if not is_c and is_call and len(known.methods.get(name, ())) == 1:
-                yield name, next(iter(known.methods[name]))
-            continue
-        if name in own:
-            continue
-        is_certain = name.startswith("fsdp_") or is_call or mark == "&"
-        if name in known.functions and is_certain:
-            yield name, known.functions[name]
-        elif name in known.inlines and name not in seen:
-            seen.add(name)
-            for body in known.inlines[name]:
-                yield from uses_in(body, own, seen, is_c=is_c)
-
-
-@cache
-def uses_of(path: Path) -> dict[Path, str]:
-    """Return which other files ``path`` uses, with one name each."""
-    source = source_of(path)
-    own = {d.name for d in source.definitions if not d.is_method}
-    uses = uses_in(source.text, own, set(), is_c=path.suffix == ".c")
-    found = {other: name for name, other in uses}
-    found.pop(path, None)
-    return found
-
-
-def sources() -> list[Path]:
-    return [path for path in FILES if is_source(path)]
-
-
-def circles_of(graph: dict[Path, set[Path]]) -> list[frozenset[Path]]:
-    """Return the sets of files that all reach each other."""
-    reach: dict[Path, set[Path]] = {}
-    for first, used in graph.items():
-        rest = list(used)
-        reach[first] = set()
-        while rest:
-            path = rest.pop()
-            if path not in reach[first]:
-                reach[first].add(path)
-                rest += graph[path]
-    return sorted(
-        {
-            frozenset(b for b in reach[a] if a in reach[b])
-            for a in graph
-            if a in reach[a]
-        },
-        key=sorted,
-    )
-
-
-def circles() -> dict[frozenset[str], str]:
-    found = {}
-    for room in ROOMS:
-        files = {path for path in sources() if room_of(path) == room}
-        graph = {path: set(uses_of(path)) & files for path in files}
-        for circle in circles_of(graph):
-            calls = [
-                f"    {a.name} uses {uses_of(a)[b]} of {b.name}"
-                for a in sorted(circle)
-                for b in sorted(graph[a] & circle)
-            ]
-            members = frozenset(path.relative_to(CSRC).as_posix() for path in circle)
-            found[members] = "\n".join(calls)
-    return found
-
-
-def exceptions() -> dict[frozenset[str], str]:
-    """Return the circles that design.md lists, with the reason of each."""
-    text = (ROOT / "docs" / "internals" / "design.md").read_text()
-    section = re.search(r"^### Calls\n(.*?)^##", text, re.MULTILINE | re.DOTALL)
-    assert section is not None, "docs/internals/design.md has no section 'Calls'"
-    rows = re.findall(r"^\| `([\w/]+)` \| ([^|]*) \| ([^|]*) \|$", section[1], re.M)
-    return {
-        frozenset(f"{room}/{name}" for name in re.findall(r"`([^`]+)`", files)): reason
-        for room, files, reason in rows
-    }
+from helpers.c_calls import SOURCES, blank, definitions_in, uses_of
+from helpers.rooms import ROOMS, ROOT, room_of
 
 
 def test_rooms_use_only_rooms_above() -> None:
     order = {room: i for i, room in enumerate(ROOMS)}
     wrong = [
         f"{path.relative_to(ROOT)} uses {name} of {other.relative_to(ROOT)}"
-        for path in sources()
-        for other, name in uses_of(path).items()
+        for path in SOURCES
+        for name, other in uses_of(path).items()
         if order[room_of(other)] > order[room_of(path)]
     ]
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_circle_but_those_in_design_md() -> None:
-    listed = exceptions()
-    wrong = [
-        f"{', '.join(sorted(circle))}:\n{calls}"
-        for circle, calls in circles().items()
-        if circle not in listed
-    ]
-    assert not wrong, (
-        "these files use each other in a circle; turn one call around (a callback, or "
-        "the caller does it), or list the circle in docs/internals/design.md:\n"
-        + "\n".join(wrong)
-    )
-
-
-def test_listed_circles_exist_and_have_a_reason() -> None:
-    found = circles()
-    gone = [
-        ", ".join(sorted(circle))
-        for circle, reason in exceptions().items()
-        if circle not in found or not reason.strip()
-    ]
-    assert not gone, (
-        "no such circle, or no reason, in docs/internals/design.md:\n" + "\n".join(gone)
-    )
+@pytest.mark.parametrize("room", ROOMS)
+def test_no_circle(room: str) -> None:
+    files = [path for path in SOURCES if room_of(path) == room]
+    graph = {path: set(uses_of(path).values()) & set(files) for path in files}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        circle = error.args[1]
+        calls = [
+            f"{user.name} uses {name} of {used.name}"
+            for used, user in pairwise(circle)
+            for name, other in uses_of(user).items()
+            if other == used
+        ]
+        pytest.fail(
+            "these files use each other in a circle; turn one call around (a callback, "
+            "or the caller does it):\n" + "\n".join(calls)
+        )
 
 
 SAMPLE = """

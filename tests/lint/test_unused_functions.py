@@ -4,11 +4,8 @@ What nothing calls goes, what only tests call lives in the tests, and what one f
 calls is static there.
 """
 
-import re
-from collections import Counter
-from pathlib import Path
+from helpers.c_calls import SOURCES, names, uses_of
 
-CSRC = Path(__file__).resolve().parents[2] / "csrc"
 # Called by tests alone, and meant to be.
 SEAMS = {
     "fsdp_alloc_fail_at": "lets an allocation fail",
@@ -20,38 +17,12 @@ SEAMS = {
     "fsdp_placement_create": "a placement of any pieces",
     "fsdp_unit_event_name": "names in the table of transitions",
 }
-COMMENT_OR_TEXT = re.compile(r'/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\\n])*"', re.DOTALL)
-DEFINITION = re.compile(
-    r"^(?!static)(?:[\w:]+[\s*&]+)+(fsdp_\w+)\([^;{]*\)[^;{]*\{", re.MULTILINE
-)
-NAME = re.compile(r"\bfsdp_\w+")
-
-
-def uncalled_functions() -> set[str]:
-    """Return the functions that are not static and have no caller elsewhere."""
-    defined: dict[str, Path] = {}
-    names: dict[Path, Counter[str]] = {}
-    for path in sorted(CSRC.rglob("*")):
-        if path.suffix not in {".c", ".h", ".cpp", ".hpp", ".cu"}:
-            continue
-        text = COMMENT_OR_TEXT.sub("", path.read_text())
-        names[path] = Counter(NAME.findall(text))
-        if path.suffix in {".c", ".cpp", ".cu"}:
-            defined.update(dict.fromkeys(DEFINITION.findall(text), path))
-
-    def is_called(name: str) -> bool:
-        # A header declares it once; more often: an inline function calls it.
-        return any(
-            count[name] > (1 if path.suffix in {".h", ".hpp"} else 0)
-            for path, count in names.items()
-            if path != defined[name]
-        )
-
-    return {name for name in defined if not is_called(name)}
 
 
 def test_functions_are_called() -> None:
-    found = uncalled_functions()
+    used = {name for path in SOURCES for name in uses_of(path)}
+    defined = {name for name in names().functions if name.startswith("fsdp_")}
+    found = defined - used
     assert found == set(SEAMS), (
         f"called by no other file: {sorted(found - set(SEAMS))}; "
         f"not seams any more: {sorted(set(SEAMS) - found)}"
