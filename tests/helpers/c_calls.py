@@ -29,6 +29,7 @@ SCOPE = re.compile(
 FUNCTION = re.compile(r"((?:\w+::)*~?\w+)\s*\(")
 DATA = re.compile(r"(\w+)\s*(?:\[[^\]]*\]\s*)*=\s*$")
 ATTRIBUTE = re.compile(r"\b(?:FSDP_\w+|__attribute__\s*\(\(.*?\)\)|alignas\(.*?\))")
+BRACKETS = {"(": r"[()]", "{": r"[{}]"}
 USE = re.compile(r"(->|\.|::|&)?\s*\b([A-Za-z_]\w*)\b(?=(\s*\()?)")
 
 
@@ -49,11 +50,12 @@ def blank(text: str) -> str:
     return NOISE.sub(lambda match: re.sub(r"[^\n]", " ", match.group()), text)
 
 
-def end_of_block(text: str, begin: int) -> int:
-    """Return where the brace that opens at ``begin`` closes, exclusive."""
+def end_of(text: str, begin: int) -> int:
+    """Return where the bracket that opens at ``begin`` closes, exclusive."""
+    opens = text[begin]
     depth = 0
-    for match in re.compile(r"[{}]").finditer(text, begin):
-        depth += 1 if match.group() == "{" else -1
+    for match in re.compile(BRACKETS[opens]).finditer(text, begin):
+        depth += 1 if match.group() == opens else -1
         if depth == 0:
             return match.end()
     return len(text)
@@ -71,7 +73,7 @@ def definitions_in(
         if match.group() == ";":
             begin = match.end()
             continue
-        end = end_of_block(text, match.start())
+        end = end_of(text, match.start())
         body = text[match.end() : end - 1]
         scope = SCOPE.match(head)
         if scope is not None:

@@ -11,14 +11,11 @@ from typing import NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-FILES = sorted((ROOT / "csrc" / "torch").glob("*.cpp"))
+from helpers.c_calls import DIRECTIVE, blank, end_of
+from helpers.rooms import CSRC
 
-NOISE = re.compile(
-    r"/\*.*?\*/|//[^\n]*|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])+'|"
-    r"^[ \t]*\#(?:[^\n]*\\\n)*[^\n]*",
-    re.DOTALL | re.MULTILINE,
-)
+FILES = sorted((CSRC / "torch").glob("*.cpp"))
+
 GUARD = re.compile(
     r"\bGUARDED\w*\s*\(|\bguarded\s*\(|\bHANDLE_TH_ERRORS\b|"
     r"\bcatch\s*\(\s*\.\.\.\s*\)"
@@ -39,23 +36,9 @@ class Function(NamedTuple):
     body: str
 
 
-def end_of(text: str, begin: int) -> int:
-    """Return where the bracket that opens at ``begin`` closes, exclusive."""
-    pairs = {"(": ")", "{": "}"}
-    depth = 0
-    for i in range(begin, len(text)):
-        if text[i] == text[begin]:
-            depth += 1
-        elif text[i] == pairs[text[begin]]:
-            depth -= 1
-            if depth == 0:
-                return i + 1
-    raise AssertionError("unbalanced brackets")
-
-
 def c_functions(source: str) -> list[Function]:
     """Return the definitions with C linkage: all named ``fsdp_torch_...``."""
-    text = NOISE.sub(lambda match: " " * len(match.group()), source)
+    text = DIRECTIVE.sub("", blank(source))
     found = []
     for match in re.finditer(r"\b(fsdp_torch_\w+)\s*\(", text):
         end = end_of(text, match.end() - 1)
