@@ -76,7 +76,6 @@ def test_numbers_add_up() -> None:
         "step": STEP_US,
         "compute": 3 * T.forward + 3 * T.backward,
         "unshard_wait": NUM_GATHERS * T.gather_wait,
-        "forward_wait": 3 * T.gather_wait,
         "backward_wait": 2 * T.gather_wait,
         "reduce_wait": T.reduce_wait,
         "start": (NUM_GATHERS + 3) * T.start,

@@ -9,10 +9,11 @@ in all of them, and the middle of what is left is taken. Half its width is how f
 it can be. A clock's drift during the few steps is ignored.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fsdp_c.tools.trace._lanes import Lanes
+from fsdp_c.tools.trace._lanes import Lanes, TimedCollective
 
 
 class Alignment(NamedTuple):
@@ -23,19 +24,17 @@ class Alignment(NamedTuple):
     how: str  # "one clock", "collectives" or "not aligned"
 
 
-def collectives_by_key(lanes: Lanes) -> dict[tuple[str, str, int], tuple[int, int]]:
-    """Return (start, seen complete) of each collective, by what it is on all ranks.
+def collectives_by_key(lanes: Lanes) -> dict[tuple[str, str, int], TimedCollective]:
+    """Return each collective by what it is on all ranks.
 
     The key is (operation, unit, how often that was before).
     """
-    counts: dict[tuple[str, str], int] = {}
+    counts: Counter[tuple[str, str]] = Counter()
     found = {}
     for each in lanes.collectives:
         name = lanes.recorded.units[each.unit].name
-        index = counts.get((each.operation, name), 0)
-        counts[each.operation, name] = index + 1
-        if each.end > 0:
-            found[each.operation, name, index] = (each.start.begin, each.end)
+        found[each.operation, name, counts[each.operation, name]] = each
+        counts[each.operation, name] += 1
     return found
 
 
@@ -57,8 +56,11 @@ def _between(reference: Lanes, other: Lanes) -> Alignment | None:
         group = group_of(reference, key[0], key[1])
         if other.recorded.rank not in group:
             continue
-        (start, done), (other_start, other_done) = ours[key], theirs[key]
-        most, least = done - other_start, start - other_done
+        mine, other_one = ours[key], theirs[key]
+        if not mine.end or not other_one.end:
+            continue
+        most = mine.end - other_one.start.begin
+        least = mine.start.begin - other_one.end
         high = most if high is None else min(high, most)
         low = least if low is None else max(low, least)
     if low is None or high is None or low > high:

@@ -1,11 +1,15 @@
 """What a summary says, as numbers: where the time of the steps went."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import mean
 
-from fsdp_c.tools.trace._clocks import Alignment, align, group_of
+from fsdp_c.tools.trace._clocks import (
+    Alignment,
+    align,
+    collectives_by_key,
+    group_of,
+)
 from fsdp_c.tools.trace._lanes import Lanes
 
 # A hit that still waited this long had come late.
@@ -63,8 +67,7 @@ class Numbers:
     wholes: dict[str, float] = field(default_factory=dict)
     whole_nbytes: dict[str, float] = field(default_factory=dict)
     num_rounds: float = 0.0
-    forward_wait: float = 0.0  # of unshard_wait
-    backward_wait: float = 0.0
+    backward_wait: float = 0.0  # of unshard_wait
     units: dict[str, UnitNumbers] = field(default_factory=dict)
     phases: dict[str, PhaseNumbers] = field(default_factory=dict)
     num_unused: int = 0
@@ -182,9 +185,7 @@ def _add_uses(numbers: Numbers, lanes: Lanes, weight: float) -> None:
         else:
             phase.misses += 1
             phase.miss_wait += waited
-        if use.phase == "forward":
-            numbers.forward_wait += waited
-        else:
+        if use.phase == "backward":
             numbers.backward_wait += waited
             numbers.backward_gathers += weight
 
@@ -198,13 +199,8 @@ def _add_skew(
     for lanes, clock in zip(all_lanes, alignments, strict=True):
         if clock.uncertainty < 0:
             continue
-        counts: Counter[tuple[str, str]] = Counter()
-        for each in lanes.collectives:
-            name = lanes.recorded.units[each.unit].name
-            place = counts[each.operation, name]
-            counts[each.operation, name] += 1
-            group = group_of(lanes, each.operation, name)
-            key = (each.operation, name, place, group)
+        for key_on_ranks, each in collectives_by_key(lanes).items():
+            key = (*key_on_ranks, group_of(lanes, *key_on_ranks[:2]))
             begin = each.start.begin + clock.offset
             started.setdefault(key, {})[lanes.recorded.rank] = begin
             waits.setdefault(key, []).extend(

@@ -44,11 +44,11 @@ class Timeline:
 
     def __init__(
         self,
-        engines: dict[int, tuple[_native.Engine, tuple[UnitInfo, ...]]],
+        engines: list[tuple[_native.Engine, tuple[UnitInfo, ...]]],
         model: nn.Module,
         folder: Path | None,
     ) -> None:
-        self._engines = list(engines.values())
+        self._engines = engines
         self._model: nn.Module | None = model
         self._folder = folder
         # Now: the program may have left its process groups when it stops.
@@ -232,16 +232,6 @@ def _transport_of(units: list[UnitFacts]) -> str:
     return ""
 
 
-def _engines_with_units(
-    model: nn.Module,
-) -> dict[int, tuple[_native.Engine, tuple[UnitInfo, ...]]]:
-    """Return the engines of ``model`` by id, each with its units."""
-    return {
-        id(engine): (engine, tuple(map(_unit_info, units)))
-        for engine, units in engines_with_units(model)
-    }
-
-
 def _unit_info(unit: UnitFacts) -> UnitInfo:
     """Return what is recorded of a unit."""
     reduced = {
@@ -320,14 +310,17 @@ def start(
     _check_count("steps", steps)
     if capacity is not None:
         _check_count("capacity", capacity)
-    engines = _engines_with_units(model)
+    engines = [
+        (engine, tuple(map(_unit_info, units)))
+        for engine, units in engines_with_units(model)
+    ]
     path = None
     if folder is not None:
         path = prepare_folder(folder, dist.get_rank() if dist.is_initialized() else 0)
     timeline = Timeline(engines, model, path)
     started: list[_native.Engine] = []
     try:
-        for engine, units in engines.values():
+        for engine, units in engines:
             engine.start_timeline(capacity or _default_capacity(units, steps), steps)
             started.append(engine)
     except BaseException:
