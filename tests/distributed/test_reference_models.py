@@ -182,24 +182,24 @@ def _activate(model: nn.Module, index: int) -> None:
         layer.active = index
 
 
-def _switched(model: nn.Module, x: Tensor) -> Tensor:
-    """Both adapters' outputs in one loss; all train when backward runs."""
+def _switched_to_stay(model: nn.Module, x: Tensor) -> Tensor:
+    """Both adapters' outputs in one loss.
+
+    The first one is frozen when backward runs: autograd gives it nothing.
+    """
     outs = []
     for index in range(2):
         _activate(model, index)
         outs.append(model(x))
+    return (outs[0] - 0.5 * outs[1] - 1).square().mean()
+
+
+def _switched(model: nn.Module, x: Tensor) -> Tensor:
+    """The same, but all train when backward runs."""
+    loss = _switched_to_stay(model, x)
     for param in _trained(model, 0):
         param.requires_grad_(True)
-    return (outs[0] - 0.5 * outs[1] - 1).square().mean()
-
-
-def _switched_to_stay(model: nn.Module, x: Tensor) -> Tensor:
-    """The first one is frozen when backward runs: autograd gives it nothing."""
-    outs = []
-    for index in range(2):
-        _activate(model, index)
-        outs.append(model(x))
-    return (outs[0] - 0.5 * outs[1] - 1).square().mean()
+    return loss
 
 
 @pytest.mark.parametrize("api", APIS)

@@ -207,16 +207,11 @@ def test_parameters_and_optimizer_state_survive(transport: str) -> None:
         differential.train(2)
         params = [p.detach().clone() for p in differential.model.parameters()]
         state = copy.deepcopy(differential.optimizer.state_dict())
-        handles = _fail_at("backward", differential.model, _mistake)
-        with pytest.raises(_MistakeError):
-            differential.model(_batch()).sum().backward()
-        for handle in handles:
-            handle.remove()
-        _reset(differential)
+        _step_fails(differential, "backward", "mistake")
         for param, before in zip(differential.model.parameters(), params, strict=True):
             assert param.grad is None
             assert torch.equal(param, before)
         torch.testing.assert_close(
             differential.optimizer.state_dict(), state, rtol=0, atol=0
         )
-        del differential, handles
+        del differential

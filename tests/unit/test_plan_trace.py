@@ -138,22 +138,25 @@ def test_what_a_step_holds() -> None:
     assert most(found.backward, end) == end - ROW + 2 * ROW + MATRIX + 512
 
 
+BACKWARD = [
+    "leave",
+    "leave b",
+    "leave b.linear",
+    "use b.linear.weight",
+    "enter b.linear",
+    "enter b",
+    "leave a",
+    "leave a.linear",
+    "use a.linear.weight",
+]
+
+
 def test_the_order_of_a_step() -> None:
     """Inputs have their gradients before what made them comes."""
     found = trace(Loss())
     forward = ["enter", "enter a", "enter a.linear", "leave a.linear", "leave a"]
     assert words(found.forward)[:5] == forward
-    assert words(found.backward) == [
-        "leave",
-        "leave b",
-        "leave b.linear",
-        "use b.linear.weight",
-        "enter b.linear",
-        "enter b",
-        "leave a",
-        "leave a.linear",
-        "use a.linear.weight",
-    ]
+    assert words(found.backward) == BACKWARD
 
 
 @pytest.mark.parametrize("is_own", [False, True])
@@ -291,17 +294,7 @@ def test_a_backward_that_fails_is_forward_in_reverse() -> None:
     assert "RuntimeError: no backward here" in found.no_backward
     assert held(found.forward)[-1] == 4 * ROW + 512
     assert held(found.backward, 4 * ROW + 512)[-1] == 0
-    assert words(found.backward) == [
-        "leave",
-        "leave b",
-        "leave b.linear",
-        "use b.linear.weight",
-        "enter b.linear",
-        "enter b",
-        "leave a",
-        "leave a.linear",
-        "use a.linear.weight",
-    ]
+    assert words(found.backward) == BACKWARD
 
 
 def test_hooks_are_as_before() -> None:
