@@ -56,7 +56,10 @@ def _ranks(group: dist.ProcessGroup) -> list[int]:
 def test_shards_inside_a_node(
     rank: int, strategy: str, use_orig_params: bool, per_node: int | None
 ) -> None:
-    """Replicas across nodes, and the numbers are right."""
+    """Replicas across nodes, and the numbers are right.
+
+    So Lightning Fabric wraps: with a policy, and neither groups nor a mesh.
+    """
 
     def body() -> Any:
         differential = Differential.of_case(
