@@ -78,13 +78,3 @@ def test_order_changes_between_steps(
     for step in range(6):
         reference.num_calls = sharded.num_calls = step
         differential.train(1)
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-@distributed(world_size=2)
-def test_many_units(strategy: str) -> None:
-    """More units than blocks that may be held at once."""
-    differential = _differential(
-        lambda: MLP(num_blocks=12), True, strategy=strategy, forward_prefetch=True
-    )
-    differential.train(3)
