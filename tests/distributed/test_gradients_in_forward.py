@@ -5,19 +5,19 @@ with whole parameters, or between both, for a gradient penalty. Against the unsh
 model.
 """
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_c import fully_shard, optimizer_in_backward
 from helpers.distributed import distributed
-from helpers.impl import FSDP, fsdp
-from helpers.reference import sgd
+from helpers.impl import fsdp
+from helpers.models import Inputs
+from helpers.reference import Differential, sgd
+from helpers.rows import in_either_api
 
 DIM = 4
 
@@ -50,6 +50,7 @@ class Forces(nn.Module):
 
 
 def _shard(model: Forces, api: str) -> Any:
+    """The root's ``out`` is used between its parts, which are units."""
     if api == "fully_shard":
         for part in (model.energy, model.again, model):
             fully_shard(part)
@@ -60,11 +61,8 @@ def _shard(model: Forces, api: str) -> Any:
     return fsdp(model, strategy=api, use_orig_params=True)
 
 
-def _grads(model: Any, api: str) -> list[Tensor]:
-    if api == "fully_shard":
-        return [param.grad.full_tensor() for param in model.parameters()]
-    with FSDP.summon_full_params(model, with_grads=True):
-        return [param.grad.clone() for param in model.parameters()]
+def _batch(generator: torch.Generator) -> Inputs:
+    return (torch.randn(3, DIM, generator=generator),)
 
 
 @pytest.mark.parametrize("api", ["FULL_SHARD", "SHARD_GRAD_OP", "fully_shard"])
@@ -72,18 +70,23 @@ def _grads(model: Any, api: str) -> list[Tensor]:
 @distributed(world_size=(2, 3))
 def test_forward_goes_on(api: str, is_wanted_of_output: bool) -> None:
     """Two steps, and a forward without gradients between them."""
-    expected = Forces(is_wanted_of_output)
-    model = _shard(copy.deepcopy(expected), api)
-    x = torch.randn(3, DIM)  # on all ranks, so the mean is each rank's
+    both = in_either_api(
+        "fully_shard" if api == "fully_shard" else "FSDP",
+        lambda: Forces(is_wanted_of_output),
+        (),
+        _batch,
+        shard=lambda model: _shard(model, api),
+    )
     for _ in range(2):
-        for each in (expected, model):
-            each.zero_grad()
-            each(x).square().mean().backward()
-        grads = _grads(model, api)
-        for param, grad in zip(expected.parameters(), grads, strict=True):
-            torch.testing.assert_close(grad, param.grad)
-        with torch.no_grad():
-            torch.testing.assert_close(model(x), expected(x))
+        both.train(1)
+        both.evaluate()
+
+
+class Part(nn.Linear):
+    """A layer, maybe a unit."""
+
+    def __init__(self) -> None:
+        super().__init__(DIM, DIM)
 
 
 class Energy(nn.Module):
@@ -116,36 +119,24 @@ def _penalty(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def _check_no_sync(
-    model: Any,
-    expected: nn.Module,
+    both: Differential,
     loss: Callable[[nn.Module, Tensor], Tensor],
     steps_in_backward: bool,
 ) -> None:
     """Train on two micro-batches a step; the first one's gradients are kept."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    reference = sgd(expected.parameters())
     if steps_in_backward:
-        optimizer_in_backward(model, sgd)
-    else:
-        optimizer = sgd(model.parameters())
+        optimizer_in_backward(both.model, sgd)
     for _ in range(2):
-        batches = torch.randn(2, world_size, 3, DIM)
-        for first, second in zip(*batches, strict=True):
-            (_mean_square(expected, first) / world_size).backward()
-            (loss(expected, second) / world_size).backward()
-        with model.no_sync():
-            _mean_square(model, batches[0, rank]).backward()
-        loss(model, batches[1, rank]).backward()
-        if not steps_in_backward:
-            optimizer.step()
-            optimizer.zero_grad()
-        reference.step()
-        reference.zero_grad()
-        with FSDP.summon_full_params(model):
-            for mine, param in zip(
-                model.module.parameters(), expected.parameters(), strict=True
-            ):
-                torch.testing.assert_close(mine, param)
+        both.zero_grad()
+        with both.no_sync():
+            both.backward_of(_mean_square)
+        both.backward_of(loss)
+        if steps_in_backward:
+            both.reference_optimizer.step()
+            both.reference.zero_grad()
+            both.check()
+        else:
+            both.checked_step()
 
 
 @pytest.mark.parametrize("steps_in_backward", [False, True])
@@ -156,12 +147,14 @@ def test_gradients_kept_by_no_sync(
     strategy: str, use_orig_params: bool, steps_in_backward: bool
 ) -> None:
     """The inner backward leaves them to the one that the forward waits for."""
-    expected = nn.Sequential(nn.Linear(DIM, DIM), Energy(), nn.Linear(DIM, DIM))
-    model = copy.deepcopy(expected)
-    for index, part in enumerate(model):
-        model[index] = fsdp(part, strategy=strategy, use_orig_params=use_orig_params)
-    model = fsdp(model, strategy=strategy, use_orig_params=use_orig_params)
-    _check_no_sync(model, expected, _mean_square, steps_in_backward)
+    both = in_either_api(
+        "FSDP" if use_orig_params else "FSDP flat",
+        lambda: nn.Sequential(Part(), Energy(), Part()),
+        {Part, Energy},
+        _batch,
+        strategy=strategy,
+    )
+    _check_no_sync(both, _mean_square, steps_in_backward)
 
 
 @pytest.mark.parametrize("steps_in_backward", [False, True])
@@ -171,8 +164,11 @@ def test_gradient_penalty_after_no_sync(
     use_orig_params: bool, steps_in_backward: bool
 ) -> None:
     """The call for the input's gradient leaves them to the backward of the loss."""
-    expected = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM))
-    model = fsdp(
-        copy.deepcopy(expected), strategy="NO_SHARD", use_orig_params=use_orig_params
+    both = in_either_api(
+        "FSDP" if use_orig_params else "FSDP flat",
+        lambda: nn.Sequential(Part(), nn.Tanh(), Part()),
+        (),
+        _batch,
+        strategy="NO_SHARD",
     )
-    _check_no_sync(model, expected, _penalty, steps_in_backward)
+    _check_no_sync(both, _penalty, steps_in_backward)

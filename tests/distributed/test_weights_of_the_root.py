@@ -136,14 +136,14 @@ def test_memory_after_forward(api: str, is_evaluated: bool) -> None:
     def held_nbytes() -> int:
         return fsdp_c.memory_stats(both.model)["held_nbytes"]
 
+    def is_held() -> None:
+        assert root <= held_nbytes() <= root + padding
+
     for _ in range(2):
         if is_evaluated:
             both.evaluate()
             assert held_nbytes() == 0
-        mean, loss = both.forward()
-        assert root <= held_nbytes() <= root + padding
-        mean.backward()
-        loss.backward()
+        both.forward_backward(inside=is_held)
         assert held_nbytes() == 0
         both.checked_step()
         both.zero_grad()
