@@ -18,7 +18,7 @@ from fsdp_c.checkpoint import _documents
 from helpers.distributed import distributed
 from helpers.impl import fsdp
 from helpers.models import MLP, Block
-from helpers.reference import assert_same_tensors, full_state_dict
+from helpers.reference import assert_same_tensors, full_state_dict, objects_of_all_ranks
 
 pytestmark = pytest.mark.bookkeeping
 
@@ -54,8 +54,7 @@ def _refused(
             for name, value in state.items():
                 assert torch.equal(after["state"][key][name], value), (key, name)
     assert torch.equal(torch.get_rng_state(), random)
-    problems: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, caught.value.problems)
+    problems = objects_of_all_ranks(caught.value.problems)
     assert all(each == problems[0] for each in problems), problems
     return caught.value.problems
 

@@ -6,14 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from helpers.distributed import TEST_DEVICE, distributed, every_strategy
 from helpers.impl import FSDP, MixedPrecision, fsdp
 from helpers.models import loss_of
-from helpers.reference import Differential, assert_same_tensors, full_state_dict
+from helpers.reference import (
+    Differential,
+    assert_same_tensors,
+    full_state_dict,
+    objects_of_all_ranks,
+)
 from helpers.seeds import generator
 
 RANKS = (2, 3, 4)
@@ -30,13 +34,6 @@ def _differential(strategy: str, use_orig_params: bool, **kwargs: Any) -> Differ
 
 def _scaler(**kwargs: Any) -> ShardedGradScaler:
     return ShardedGradScaler(device=TEST_DEVICE, growth_interval=1000, **kwargs)
-
-
-def _everyones(value: float) -> list[float]:
-    """Return the values of all ranks."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 @pytest.mark.trap(23)
@@ -61,7 +58,7 @@ def test_infinity_on_one_rank_skips_the_step_everywhere(
             scaler.step(optimizer)
             scaler.update()
             scale *= 0.5 if is_bad else 1.0
-            assert _everyones(scaler.get_scale()) == [scale] * world_size
+            assert objects_of_all_ranks(scaler.get_scale()) == [scale] * world_size
             after = full_state_dict(model)
             if is_bad:
                 assert_same_tensors("parameter", after, before, 0.0)
@@ -98,7 +95,7 @@ def test_rank_that_holds_nothing_hears_of_it(
         scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
-        assert _everyones(scaler.get_scale()) == [scale] * world_size
+        assert objects_of_all_ranks(scaler.get_scale()) == [scale] * world_size
     with FSDP.summon_full_params(model):
         assert model.module.weight.item() == -0.5
         assert model.module.bias.item() == -0.75
@@ -166,6 +163,6 @@ def test_accumulation(rank: int, world_size: int, no_sync: bool) -> None:
             differential.reference_optimizer.step()
         scaler.step(differential.optimizer)
         scaler.update()
-        assert _everyones(scaler.get_scale()) == [scale] * world_size
+        assert objects_of_all_ranks(scaler.get_scale()) == [scale] * world_size
         differential.zero_grad()
         differential.check()

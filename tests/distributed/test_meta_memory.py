@@ -17,7 +17,7 @@ from fsdp_c import _native
 from helpers.allocations import counted
 from helpers.distributed import TEST_DEVICE, distributed
 from helpers.impl import FSDP, ShardingStrategy, fsdp
-from helpers.reference import assert_same_tensors, full_state_dict
+from helpers.reference import assert_same_tensors, full_state_dict, objects_of_all_ranks
 
 RANKS = (2, 3, 4)
 NUM_LAYERS = 8
@@ -168,8 +168,7 @@ def test_states_are_synced_after_materialisation(
     else:
         for name, buffer in model.named_buffers():
             assert buffer.tolist() in ([3.0, 6.0, 9.0], 1.5), name
-    theirs: list[Any] = [None] * world_size
-    dist.all_gather_object(theirs, state)
+    theirs = objects_of_all_ranks(state)
     for each in theirs:
         assert_same_tensors("state", each, theirs[0], 0.0)
     if not is_meta or where == "all but the first":
@@ -240,6 +239,5 @@ def test_sync_is_chunked(rank: int, world_size: int) -> None:
     assert sum(sent) >= NUM_LAYERS * LAYER_NBYTES
     shards = (NUM_LAYERS * LAYER_NBYTES + TIED_NBYTES) // world_size
     assert allocations.peak_nbytes <= shards + LAYER_NBYTES + 2 * 4096 + SLACK_NBYTES
-    theirs: list[Any] = [None] * world_size
-    dist.all_gather_object(theirs, full_state_dict(model))
+    theirs = objects_of_all_ranks(full_state_dict(model))
     assert_same_tensors("state", theirs[1], theirs[0], 0.0)

@@ -23,6 +23,7 @@ from helpers.optim_states import (
     train,
     wrap,
 )
+from helpers.reference import objects_of_all_ranks
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
@@ -103,8 +104,7 @@ def test_ranks_may_order_parameters_differently(rank: int, world_size: int) -> N
     train(model, optim, "uneven", 2, rank=rank)
     local = copy.deepcopy(optim.state_dict())
     saved = full(model, optim)
-    names: list[Any] = [None] * world_size
-    dist.all_gather_object(names, list(saved["state"]))
+    names = objects_of_all_ranks(list(saved["state"]))
     assert names[0] == names[1]
     FSDP.optim_state_dict_to_load(model, optim, saved, load_directly=True)
     assert_same_states(optim.state_dict()["state"], local["state"])

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from helpers.distributed import distributed
 from helpers.impl import FSDP, StateDictType, fsdp
+from helpers.reference import objects_of_all_ranks
 
 
 class _Rms(torch.optim.Optimizer):
@@ -80,8 +81,7 @@ def test_round_trip(world_size: int, use_orig_params: bool, kind: str) -> None:
         fresh.step()
     fresh.load_state_dict(FSDP.optim_state_dict_to_load(model, fresh, saved))
     if kind != "LOCAL":
-        everyone: list[Any] = [None] * world_size
-        dist.all_gather_object(everyone, saved["rank_states"])
+        everyone = objects_of_all_ranks(saved["rank_states"])
         assert everyone[0] == everyone[1]
         values = saved["rank_states"]["0.weight"]["RMS"]
         assert len(values) == world_size
@@ -148,8 +148,7 @@ def test_through_torchs_functions(
 ) -> None:
     """They pass on one value of a parameter, the first rank's, as FSDP1 does."""
     model, optim = _trained(use_orig_params)
-    values: list[Any] = [None] * world_size
-    dist.all_gather_object(values, [s["RMS"] for s in optim.state.values()])
+    values = objects_of_all_ranks([s["RMS"] for s in optim.state.values()])
     assert values[0][-1] != values[1][-1]
     options = StateDictOptions(full_state_dict=full)
     saved = get_optimizer_state_dict(model, optim, options=options)

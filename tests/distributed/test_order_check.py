@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from helpers.distributed import distributed, every_strategy
@@ -16,7 +15,7 @@ from helpers.groups import hybrid_groups
 from helpers.impl import fsdp
 from helpers.models import BATCH, DIM, Block
 from helpers.orders import debugging
-from helpers.reference import Differential
+from helpers.reference import Differential, objects_of_all_ranks
 from helpers.rows import in_either_api
 
 
@@ -71,8 +70,7 @@ def test_different_orders(
         assert "blocks.1" in message
         assert "blocks.2" in message
         assert f"rank {world_size - 1}: " in message
-        messages: list[Any] = [None] * world_size
-        dist.all_gather_object(messages, message)
+        messages = objects_of_all_ranks(message)
         assert len(set(messages)) == 1, messages
         del differential
 

@@ -18,6 +18,7 @@ from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import checkpoint
 from helpers.distributed import distributed, varied
 from helpers.groups import groups_destroyed
+from helpers.reference import objects_of_all_ranks
 from helpers.seeds import seeded
 from helpers.shared_folder import shared_folder
 from helpers.tensor_parallel import (
@@ -153,8 +154,7 @@ def test_summon_apply_and_sync(rank: int, world_size: int) -> None:
         )
         with FSDP.summon_full_params(model):
             whole = {n: p.to_local().clone() for n, p in model.named_parameters()}
-            gathered: list[Any] = [None] * world_size
-            torch.distributed.all_gather_object(gathered, whole)
+            gathered = objects_of_all_ranks(whole)
             for name, value in whole.items():
                 assert torch.equal(value, gathered[rank % 2][name])
             with torch.no_grad():

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
@@ -20,6 +19,7 @@ from helpers.reference import (
     assert_same_tensors,
     clean_name,
     full_state_dict,
+    objects_of_all_ranks,
     with_model,
 )
 from helpers.rows import APIS, in_either_api
@@ -143,8 +143,7 @@ def test_parameters_of_all_ranks_have_the_same_names(world_size: int) -> None:
     """Numels differ, some are zero, and names and order are the same everywhere."""
     model = fsdp(CASES["uneven"].build(), use_orig_params=True)
     mine = [(clean_name(n), p.numel(), p.dim()) for n, p in model.named_parameters()]
-    theirs: list[Any] = [None] * world_size
-    dist.all_gather_object(theirs, mine)
+    theirs = objects_of_all_ranks(mine)
     expected = [n for n, _ in CASES["uneven"].build().named_parameters()]
     for each in theirs:
         assert [name for name, _, _ in each] == expected

@@ -160,12 +160,12 @@ def parts_of_all_ranks(tensors: Iterable[Tensor]) -> list[tuple[Tensor, ...]]:
         (t.to(torch.complex128) if t.is_complex() else t.double()).numpy()
         for t in (tensor.detach().cpu() for tensor in tensors)
     ]
-    theirs = _objects_of_all_ranks(mine)
+    theirs = objects_of_all_ranks(mine)
     return [tuple(map(torch.from_numpy, parts)) for parts in zip(*theirs, strict=True)]
 
 
-def _objects_of_all_ranks(mine: Any) -> list[Any]:
-    """Do as all_gather_object, in one collective where no rank's object is large."""
+def objects_of_all_ranks(mine: Any) -> list[Any]:
+    """Return every rank's object. Collective, one call where no object is large."""
     data = pickle.dumps(mine)
     box = bytearray(len(data).to_bytes(8, "little") + data[: _BOX_NBYTES - 8])
     tensor = torch.frombuffer(box.ljust(_BOX_NBYTES), dtype=torch.uint8)
@@ -481,8 +481,7 @@ class Differential:
         )
         norm = self.model.clip_grad_norm_(max_norm, norm_type)
         assert_same(f"norm {norm_type}", norm, expected, self.tolerance)
-        norms: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(norms, norm.item())
+        norms = objects_of_all_ranks(norm.item())
         assert len(set(norms)) == 1, f"the ranks' norms differ: {norms}"
 
     def step(self) -> None:

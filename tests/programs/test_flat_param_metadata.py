@@ -14,7 +14,7 @@ import fsdp_c
 from helpers.distributed import distributed
 from helpers.impl import FSDP, ShardingStrategy, fsdp
 from helpers.models import CASES, loss_of
-from helpers.reference import assert_same, assert_same_tensors
+from helpers.reference import assert_same, assert_same_tensors, objects_of_all_ranks
 from helpers.seeds import generator
 
 CPU = torch.device("cpu")
@@ -141,8 +141,7 @@ def test_checkpointer_that_walks_metadata(
             )
             shard = flat_param._local_shard.clone()
             files.append((shard, [(prefix + fqn, *rest) for fqn, *rest in rows]))
-    of_all: list[Any] = [None] * world_size
-    dist.all_gather_object(of_all, files)
+    of_all = objects_of_all_ranks(files)
     found: dict[str, Tensor] = {}
     for shard, rows in (each for files in of_all for each in files):
         for fqn, shape, info in rows:
