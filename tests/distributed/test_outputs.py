@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from helpers.distributed import distributed, every_strategy
 from helpers.impl import FSDP, fsdp
 from helpers.models import OUTPUT_KINDS, Outputs, PackedBlock, Pair, Result, tensors_of
-from helpers.reference import Differential, assert_same_tensors, full_state_dict
+from helpers.reference import Differential
 from helpers.seeds import seeded
 
 
@@ -47,21 +47,13 @@ def test_training(kind: str, strategy: str, use_orig_params: bool) -> None:
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("kind", ["tuple", "dict", "dataclass", "namedtuple"])
 @distributed(world_size=2)
-def test_only_one_output_is_used(
-    rank: int, world_size: int, kind: str, index: int
-) -> None:
+def test_only_one_output_is_used(kind: str, index: int) -> None:
     """The loss depends on one of two outputs."""
-    differential = Differential.of_units(lambda: Outputs(kind), {PackedBlock})
-    for _ in range(2):
-        differential.zero_grad()
-        batches = differential.batches()
-        for batch in batches:
-            out = tensors_of(differential.reference(*batch))[index]
-            (out.square().mean() / world_size).backward()
-        out = tensors_of(differential.model(*batches[rank]))[index]
-        out.square().mean().backward()
-        differential.check()
-        differential.step()
+
+    def loss(model: nn.Module, *batch: Tensor) -> Tensor:
+        return tensors_of(model(*batch))[index].square().mean()
+
+    Differential.of_units(lambda: Outputs(kind), {PackedBlock}).train_on(loss, 2)
 
 
 @distributed(world_size=2)
@@ -114,21 +106,11 @@ def test_backward_past_the_outputs() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return torch.tanh(self.fc(x))
 
-    torch.manual_seed(0)
-    reference = Net()
-    model = fsdp(
-        copy.deepcopy(reference), strategy="SHARD_GRAD_OP", use_orig_params=True
-    )
-    for module in (reference, model):
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        for _ in range(2):
-            module(torch.ones(2, 6))
-            torch.cat(
-                [p.square().flatten() for p in module.parameters()]
-            ).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same_tensors("state", full_state_dict(model), reference.state_dict())
+    def penalty(model: nn.Module, x: Tensor) -> Tensor:
+        model(x)
+        return torch.stack([p.square().sum() for p in model.parameters()]).sum()
+
+    Differential.of_units(Net, (), strategy="SHARD_GRAD_OP").train_on(penalty, 2)
 
 
 @distributed(world_size=2)
@@ -296,28 +278,22 @@ class _PassesThemOn(nn.Module):
 @distributed(world_size=2)
 def test_parameters_as_outputs(strategy: str, use_orig_params: bool) -> None:
     """They stay whole after forward, and their gradients arrive."""
-    reference = _PassesThemOn()
-    model = fsdp(
-        copy.deepcopy(reference),
-        units={_GivesParams},
+    both = Differential.of_units(
+        _PassesThemOn,
+        {_GivesParams},
+        lambda generator: (torch.randn(3, generator=generator),),
         strategy=strategy,
         use_orig_params=use_orig_params,
     )
-    x = torch.ones(3)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        total, gain = model(x)
+        assert torch.equal(gain, both.reference.gain)
+        result: Tensor = total + 3 * gain.sum()
+        return result
+
     for _ in range(2):
-        loss, gain = model(x)
-        expected_loss, expected_gain = reference(x)
-        assert torch.equal(loss, expected_loss)
-        assert torch.equal(gain, expected_gain)
-        (loss + 3 * gain.sum()).backward()
-        (expected_loss + 3 * expected_gain.sum()).backward()
-    with FSDP.summon_full_params(model, with_grads=True):
-        grads = {name: param.grad for name, param in model.named_parameters()}
-        for name, param in reference.named_parameters():
-            if param.grad is None:
-                assert grads[name] is None
-            else:
-                assert torch.equal(grads[name], param.grad), name
+        both.backward_of(loss)
+        both.check()
     with torch.no_grad():
-        _, gain = model(x)
-    assert torch.equal(gain, reference.gain)
+        loss(both.model, torch.ones(3))
