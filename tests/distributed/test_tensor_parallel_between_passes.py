@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_c import FullyShardedDataParallel as FSDP
 from helpers.distributed import distributed, varied
 from helpers.groups import groups_destroyed
+from helpers.models import loss_of
 from helpers.reference import assert_same, assert_same_tensors, clean_name
 from helpers.tensor_parallel import ParallelFlat, whole_value
 
@@ -147,10 +148,14 @@ def test_looking_in_no_sync(
 # What is shown and written there ------------------------------------------------
 
 
-def _penalty(model: nn.Module) -> Tensor:
-    """Of every parameter, and not linear: a part of it gives another number."""
+def _loss(model: nn.Module, *batch: Tensor) -> Tensor:
+    """Add a penalty on every parameter.
+
+    It is not linear: a part of a parameter gives another number.
+    """
+    loss = loss_of(model(*batch))
     terms = [whole_value(p.square().sum()).sqrt() for p in model.parameters()]
-    return 0.1 * torch.stack([term.double() for term in terms]).sum()
+    return loss + 0.1 * torch.stack([term.double() for term in terms]).sum()
 
 
 @varied(strategy=KEEPING, options=list(OPTIONS), look=["none", "full", "zero", "clip"])
@@ -160,15 +165,10 @@ def test_penalty_on_weights(strategy: str, options: str, look: str) -> None:
     with groups_destroyed():
         both = make(strategy, options=options)
         for _ in range(2):
-            mean, loss = both.forward()
-            mean = mean + _penalty(both.reference)
-            loss = loss + _penalty(both.model)
-            LOOKS[look](both)
-            mean.backward()
-            loss.backward()
+            both.backward_of(_loss, inside=partial(LOOKS[look], both))
             both.check()
         both.checked_step()
-        del mean, loss, both
+        del both
 
 
 @varied(strategy=STRATEGIES, use_orig_params=[True, False], options=["plain", "mixed"])

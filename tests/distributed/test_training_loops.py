@@ -189,19 +189,12 @@ def test_module_that_two_units_use(
 
 @distributed(world_size=2)
 @with_model()
-def test_nested_unit_trained_alone(
-    differential: Differential, rank: int, world_size: int
-) -> None:
+def test_nested_unit_trained_alone(differential: Differential) -> None:
     """A unit inside a model can be run and trained as if it were a root."""
     differential.train(1)
     differential.zero_grad()
-    block = differential.model.blocks[1]
-    assert isinstance(block, FSDP)
-    reference = differential.reference.get_submodule("blocks.1")
-    batches = differential.batches()
-    for batch in batches:
-        (loss_of(reference(*batch)) / world_size).backward()
-    loss_of(block(*batches[rank])).backward()
+    assert isinstance(differential.model.blocks[1], FSDP)
+    differential.backward_of(lambda model, x: loss_of(model.blocks[1](x)))
     differential.check()
     differential.step()
     differential.train(1)

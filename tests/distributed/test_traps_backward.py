@@ -32,9 +32,7 @@ def _chain(block: type[nn.Module] = Block, num_blocks: int = 4) -> Chain:
 @pytest.mark.parametrize("where", ["one unit", "all units"])
 @distributed(world_size=(2, 3))
 @with_model(lambda: _chain(_Passes), {_Passes})
-def test_unit_gets_no_gradient(
-    differential: Differential, rank: int, where: str
-) -> None:
+def test_unit_gets_no_gradient(differential: Differential, where: str) -> None:
     """Pre-backward fires and no gradient comes: the unit is resharded all the same."""
     both: tuple[Any, ...] = (differential.reference, differential.model)
     for used in ((0, 1, 2, 3), () if where == "all units" else (0, 1, 3), (0, 1, 2, 3)):
@@ -42,14 +40,7 @@ def test_unit_gets_no_gradient(
             for index, block in enumerate(model.blocks):
                 getattr(block, "module", block).uses_params = index in used
         differential.zero_grad()
-        batches = differential.batches()
-        for (batch,) in batches:
-            batch.requires_grad_()
-        mean, expected = differential.reference_forward(batches)
-        loss = loss_of(differential.model(*batches[rank]))
-        differential.check_loss(loss, expected)
-        mean.backward()
-        loss.backward()
+        differential.backward_of(lambda model, x: loss_of(model(x.requires_grad_())))
         assert_idle(differential.model)
         differential.checked_step()
 
@@ -96,7 +87,7 @@ def test_unit_whose_output_is_dropped(differential: Differential, frozen: bool) 
 @pytest.mark.parametrize("num_frozen", [0, 2])
 @distributed(world_size=(2, 3))
 def test_first_unit_without_a_gradient_of_its_input(
-    rank: int, num_frozen: int, input_requires_grad: bool, use_orig_params: bool
+    num_frozen: int, input_requires_grad: bool, use_orig_params: bool
 ) -> None:
     """The units that run first are reduced and resharded whatever the input is."""
 
@@ -111,14 +102,10 @@ def test_first_unit_without_a_gradient_of_its_input(
     )
     for _ in range(3):
         differential.zero_grad()
-        batches = differential.batches()
-        if input_requires_grad:
-            for (batch,) in batches:
-                batch.requires_grad_()
         before = memory_stats(differential.model)["num_reduces"]
-        mean, _ = differential.reference_forward(batches)
-        mean.backward()
-        loss_of(differential.model(*batches[rank])).backward()
+        differential.backward_of(
+            lambda model, x: loss_of(model(x.requires_grad_(input_requires_grad)))
+        )
         assert_idle(differential.model)
         stats = memory_stats(differential.model)
         assert stats["num_reduces"] - before == 4 - num_frozen

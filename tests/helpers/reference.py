@@ -440,13 +440,20 @@ class Differential:
             with self.no_sync(no_sync and index < num_micro_batches - 1):
                 self.forward_backward()
 
-    def backward_of(self, loss: Callable[..., Tensor]) -> None:
-        """Run backwards of ``loss(model, *batch)``; compare this rank's loss."""
+    def backward_of(
+        self, loss: Callable[..., Tensor], inside: Callable[[], object] | None = None
+    ) -> None:
+        """Run backwards of ``loss(model, *batch)``; compare this rank's loss.
+
+        Before the backwards, ``inside``.
+        """
         batches = self.batches()
         losses = [loss(self.reference, *batch) for batch in batches]
-        torch.stack(losses).mean().backward()
         mine = loss(self.model, *batches[self.rank])
         self.check_loss(mine, losses[self.rank].detach())
+        if inside is not None:
+            inside()
+        torch.stack(losses).mean().backward()
         mine.backward()
 
     def train_on(self, loss: Callable[..., Tensor], num_steps: int = 3) -> None:
