@@ -4,7 +4,8 @@ Note [Life of a group]
 Sharding the parameters makes DTensors with memory of their own. The unit is made when
 a module of the group is needed first: it takes their rows over, and the DTensors'
 local tensors become views of its shard. What changes the DTensors themselves, as
-``to()`` and ``to_empty()`` do, dissolves the unit before; the next use makes another.
+``to()``, ``to_empty()`` and a load that swaps them do, dissolves the unit before; the
+next use makes another.
 """
 
 import weakref
@@ -13,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
+from torch.__future__ import get_swap_module_params_on_conversion
 
 from fsdp_c import _native
 from fsdp_c._fully_shard.arguments import Arguments
@@ -92,7 +94,7 @@ class Group(Owner):
         self.before_run: Callable[[nn.Module, Any], object] | None = None
         self._running = self._follower = None
         self._requested = ""  # the unit's state before a new engine, if unshard()ed
-        self._hide_kept_from_state_dicts()
+        self._prepare_for_state_dicts()
 
     # The unit --------------------------------------------------------------
 
@@ -265,7 +267,7 @@ class Group(Owner):
             assert self.unit is not None
             self.unit.reshard()
 
-    def _hide_kept_from_state_dicts(self) -> None:
+    def _prepare_for_state_dicts(self) -> None:
         owner = weakref.ref(self)
 
         def reshard(*_: Any) -> None:
@@ -273,11 +275,18 @@ class Group(Owner):
             if group is not None:
                 group.hide_kept()
 
+        def before_load(*args: Any) -> None:
+            reshard(*args)
+            group = owner()
+            # torch.utils.swap_tensors() takes parameters that no unit holds.
+            if group is not None and get_swap_module_params_on_conversion():
+                group.dissolve()
+
         for module in dict.fromkeys(place.module for place in self.params.places):
             add: Any = module.register_state_dict_pre_hook
             add(reshard)
             add = module._register_load_state_dict_pre_hook
-            add(reshard)
+            add(before_load)
 
     # GroupSettings --------------------------------------------------------------
 

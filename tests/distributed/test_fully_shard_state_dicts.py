@@ -330,6 +330,29 @@ def test_optimizer_alone(rank: int) -> None:
     assert [group["lr"] for group in optim.param_groups] == [0.01, 0.01]
 
 
+@pytest.mark.parametrize("assign", [False, True])
+@distributed(world_size=2, device="cpu")
+def test_a_load_that_swaps_parameters(assign: bool, rank: int) -> None:
+    """The optimizer steps the same objects before and after it."""
+    model = _sharded(1)
+    optim = _optimizer(model)
+    _train(model, optim, 2, rank, 2)
+    state = copy.deepcopy(model.state_dict())
+    expected = _whole(copy.deepcopy(state))
+    _train(model, optim, 1, rank, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        name = "_swap_module_params_on_conversion"
+        patch.setattr(torch.__future__, name, True)
+        model.load_state_dict(state, assign=assign)
+    _assert_alike(_whole(model.state_dict()), expected)
+    stepped = {id(p) for group in optim.param_groups for p in group["params"]}
+    assert stepped <= {id(p) for p in model.parameters()}
+    _train(model, optim, 1, rank, 2)
+    assert not torch.equal(
+        _whole(model.state_dict()["part.up.weight"]), expected["part.up.weight"]
+    )
+
+
 @distributed(world_size=2, device="cpu")
 def test_files_of_the_other_api(rank: int) -> None:
     """torch.distributed.checkpoint: what FullyShardedDataParallel saved, and back."""
