@@ -81,10 +81,14 @@ def pytest_collection_modifyitems(
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Tell the parent of workers what to import."""
-    module = sys.modules.get("helpers.distributed")
-    for folder in {item.path.parent.name for item in session.items} & {*IMPORTED_BY}:
-        if module is not None:
-            module.preloaded.extend(IMPORTED_BY[folder])
+    folders = {item.path.parent.name for item in session.items} & {*IMPORTED_BY}
+    torch, module = map(sys.modules.get, ("torch", "helpers.distributed"))
+    # Libraries count GPUs when they are imported, and forks of a process that did so
+    # cannot use CUDA.
+    if torch is None or module is None or torch.accelerator.is_available():
+        return
+    for folder in folders:
+        module.preloaded.extend(IMPORTED_BY[folder])
 
 
 def _one_of_each(name: str, items: list[pytest.Item]) -> list[pytest.Item]:
