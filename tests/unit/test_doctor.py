@@ -146,7 +146,7 @@ def test_healthy() -> None:
         ({"shared_nbytes": 1 << 20}, "/dev/shm", "warning", "--shm-size"),
         ({"shared_nbytes": -1}, "/dev/shm", "warning", "--shm-size"),
         ({"open_files": 256}, "open files", "warning", "ulimit -n"),
-        ({"cpu_features": frozenset({"avx2"})}, "bf16", "note", "in fp32"),
+        ({"cpu_features": frozenset({"avx2"})}, "bf16", "note", "step in fp32"),
         (
             {"env": {"TORCH_DISTRIBUTED_DEBUG": "detail"}},
             "TORCH_DISTRIBUTED_DEBUG",

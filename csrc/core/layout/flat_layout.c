@@ -12,7 +12,7 @@
 #include "base/arith.h"
 #include "layout/blocks.h"
 
-/* More than this part of a segment's elements is worth further segments. */
+/* Padding of more than one element in so many is worth further segments. */
 enum { MUCH_PADDING = 100 };
 
 /* How a layout is made; all NULL: one parameter after the other. */

@@ -26,8 +26,8 @@
  * Where parameters have blocks that no two ranks may share, their segment is
  * not in the order of the table, and there are gaps: see layout/blocks.h. What
  * is aligned then, parameters or shards, both are. Other segments are as ever.
- * Blocks of several sizes pad each other: where that is over a hundredth of a
- * segment, and less with a segment for each size, there is one for each.
+ * Blocks of several sizes pad each other. If a segment is padded by more than
+ * 1 %, and separate segments are padded less, each size has one of its own.
  */
 #ifndef FSDP_LAYOUT_FLAT_LAYOUT_H
 #define FSDP_LAYOUT_FLAT_LAYOUT_H

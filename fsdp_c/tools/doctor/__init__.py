@@ -393,7 +393,8 @@ def _check_bf16(machine: Machine) -> Iterator[Row]:
             "this CPU multiplies bf16 in software; torch.optim.Muon does so in every "
             "step, and bf16 parameters in every forward and backward",
             "note",
-            "time a step in fp32, too; of Muon, choose one that multiplies in fp32",
+            "compare with a step in fp32; for Muon, an implementation that "
+            "multiplies in fp32",
         )
 
 
