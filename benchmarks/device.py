@@ -19,11 +19,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from common import (
     TIMED_HEADERS,
     Json,
     environment_line,
     format_table,
+    join_fake_group,
     ratio,
     results_of,
     run_interleaved,
@@ -31,7 +33,7 @@ from common import (
     timed_row,
     write_json,
 )
-from device_models import make_model
+from device_models import make_model, share_matrices
 from device_rows import (
     DEVICE_NBYTES,
     PARAM_DTYPE,
@@ -41,6 +43,7 @@ from device_rows import (
     Row,
 )
 from implementations import BARE, FSDP1_ORIG, FSDP2, FSDP_C_FULLY, FSDP_C_ORIG, LABELS
+from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_c import _native
 from fsdp_c.tools.bench._command import positive_int
@@ -117,6 +120,8 @@ def planned_peak(row: Row, name: str) -> int:
 
     def make(_batch: int, length: int) -> tuple[torch.nn.Module, Inputs]:
         model = make_model(row.size, recomputes=False, lora=row.lora)
+        if row.tensor_parallel > 1:
+            share_matrices(model, init_device_mesh("cpu", (row.tensor_parallel,)))
         tokens = torch.zeros(length, dtype=torch.long, device="meta")
         return model, Inputs((tokens,))
 
@@ -137,8 +142,11 @@ def planned_peak(row: Row, name: str) -> int:
         fully_shard=by_rows,
     )
     source = ModelSource(row.title, make, batch=1, sequence=row.num_tokens)
+    num_shards = row.num_ranks // row.tensor_parallel
+    if row.tensor_parallel > 1 and not dist.is_initialized():
+        join_fake_group(row.tensor_parallel)
     plan = plan_model(
-        source, [row.num_ranks], sharding=sharding, settings=settings, wrap="Block"
+        source, [num_shards], sharding=sharding, settings=settings, wrap="Block"
     )
     return plan.ranks[0].peak_nbytes
 
@@ -183,7 +191,7 @@ def measure(args: argparse.Namespace) -> Json:
                 continue
             result = {**its_runs[0], **timed_row(its_runs)}
             results.append({"row": key, "implementation": name, **result})
-            if name in OURS and ROWS[key].tensor_parallel == 1:
+            if name in OURS:
                 results[-1]["planned"] = planned_peak(ROWS[key], name)
     return results_of("device", args, results=results, notices=failed)
 

@@ -13,6 +13,13 @@ from typing import Any
 import torch
 from memory_worker import Adapted
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -173,3 +180,12 @@ def make_model(size: Size, *, recomputes: bool = False, lora: bool = False) -> M
                 if isinstance(child, nn.Linear):
                     setattr(module, name, Adapted(child, LORA_RANK))
     return model
+
+
+def share_matrices(model: Model, mesh: DeviceMesh) -> None:
+    """Let the ranks of ``mesh`` share the blocks' matrices: tensor parallelism."""
+    columns = ("q", "k", "v", "mlp.gate", "mlp.up")
+    plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in columns}
+    plan |= {name: RowwiseParallel() for name in ("out", "mlp.down")}
+    for block in model.blocks:
+        parallelize_module(block, mesh, plan)

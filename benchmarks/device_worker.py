@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from common import Json, report_result
-from device_models import Block, Model, make_model
+from device_models import Block, Model, make_model, share_matrices
 from device_rows import (
     DEVICE_NBYTES,
     PARAM_DTYPE,
@@ -29,12 +29,6 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    parallelize_module,
-)
 
 import fsdp_c
 from fakecuda.alone import join_alone
@@ -57,11 +51,7 @@ def mesh_of(model: Model, row: Row) -> DeviceMesh:
         return init_device_mesh("cuda", (row.num_ranks,))
     shape = (row.num_ranks // row.tensor_parallel, row.tensor_parallel)
     mesh = init_device_mesh("cuda", shape, mesh_dim_names=("data", "tensor"))
-    columns = ("q", "k", "v", "mlp.gate", "mlp.up")
-    plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in columns}
-    plan |= {name: RowwiseParallel() for name in ("out", "mlp.down")}
-    for block in model.blocks:
-        parallelize_module(block, mesh["tensor"], plan)
+    share_matrices(model, mesh["tensor"])
     return mesh["data"]
 
 

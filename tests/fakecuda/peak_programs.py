@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffload,
     CPUOffloadPolicy,
@@ -24,12 +25,17 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_c
 from fakecuda.alone import join_alone
 
-WORLD_SIZE = 2
+WORLD_SIZE, TENSOR_PARALLEL = 4, 2
 WIDTH, DEPTH, VOCABULARY, TOKENS = 1024, 8, 32768, 2048
 DOORS = ("FullyShardedDataParallel", "fully_shard")
 
@@ -48,6 +54,7 @@ class Case:
         offloads: Shards are in host memory; there is no optimizer.
         keep_last: Blocks whose activations are not offloaded; 0: all of them.
         has_unused: A matrix of each block takes no part.
+        is_tensor_parallel: TENSOR_PARALLEL ranks share each matrix of a block.
     """
 
     dtype: torch.dtype | None = torch.bfloat16
@@ -59,6 +66,16 @@ class Case:
     offloads: bool = False
     keep_last: int = 0
     has_unused: bool = False
+    is_tensor_parallel: bool = False
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that shard what one of them has."""
+        return WORLD_SIZE // TENSOR_PARALLEL if self.is_tensor_parallel else WORLD_SIZE
+
+    def doors(self) -> Sequence[str]:
+        """Which of DOORS train so."""
+        return DOORS[1:] if self.is_tensor_parallel else DOORS
 
 
 CASES = {
@@ -72,6 +89,7 @@ CASES = {
     "flat": Case(use_orig_params=False),
     "offloaded": Case(offloads=True),
     "offloaded-activations": Case(keep_last=1),
+    "tensor-parallel": Case(is_tensor_parallel=True),
 }
 
 
@@ -122,6 +140,13 @@ class Net(nn.Module):
         return F.cross_entropy(self.head(x).float(), tokens)
 
 
+def share(model: Net, mesh: DeviceMesh) -> None:
+    """Let the ranks of ``mesh`` share the blocks' matrices."""
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    for block in model.blocks:
+        parallelize_module(block, mesh, plan)
+
+
 def sharded(case: Case, door: str) -> Any:
     """Return a model on the device, made on meta; each block is a unit."""
     with torch.device("meta"):
@@ -141,6 +166,11 @@ def sharded(case: Case, door: str) -> Any:
     }
     if case.offloads:
         options["offload_policy"] = CPUOffloadPolicy()
+    if case.is_tensor_parallel:
+        shape = (case.num_shards, TENSOR_PARALLEL)
+        mesh = init_device_mesh("cuda", shape, mesh_dim_names=("data", "tensor"))
+        share(model, mesh["tensor"])
+        options["mesh"] = mesh["data"]
     for block in model.blocks:
         fsdp_c.fully_shard(block, **options)
     fsdp_c.fully_shard(model, **options)
@@ -188,7 +218,7 @@ def main() -> None:
     """Print the peaks by case and door."""
     join_alone(WORLD_SIZE)
     peaks = {
-        name: {door: peak_of(case, door) for door in DOORS}
+        name: {door: peak_of(case, door) for door in case.doors()}
         for name, case in CASES.items()
     }
     print(json.dumps(peaks))

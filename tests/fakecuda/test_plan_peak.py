@@ -8,12 +8,22 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from fakecuda.device import needs_fake
-from fakecuda.peak_programs import CASES, DOORS, TOKENS, WORLD_SIZE, Case, Net
+from fakecuda.peak_programs import (
+    CASES,
+    TENSOR_PARALLEL,
+    TOKENS,
+    WORLD_SIZE,
+    Case,
+    Net,
+    share,
+)
 from fsdp_c import _native
 from fsdp_c.tools.plan import ModelSource, Settings, Sharding, plan_model
 from fsdp_c.tools.plan._trace import Inputs
+from helpers.fake_ranks import fake_ranks
 from helpers.programs import run_fresh
 
 pytestmark = needs_fake
@@ -34,11 +44,14 @@ def planned(case: Case, door: str) -> int:
 
     def make(_batch: int, _sequence: int) -> tuple[nn.Module, Inputs]:
         tokens = torch.zeros(TOKENS, dtype=torch.long)
-        return Net(replace(case, recomputes=False)), Inputs((tokens,))
+        model = Net(replace(case, recomputes=False))
+        if case.is_tensor_parallel:
+            share(model, init_device_mesh("cpu", (TENSOR_PARALLEL,)))
+        return model, Inputs((tokens,))
 
     plan = plan_model(
         ModelSource("net", make),
-        [WORLD_SIZE],
+        [case.num_shards],
         sharding=Sharding(
             param_dtype=case.dtype,
             reduce_dtype=torch.float32,
@@ -59,10 +72,12 @@ def planned(case: Case, door: str) -> int:
     return plan.ranks[0].peak_nbytes
 
 
-@pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "door"), [(name, door) for name in CASES for door in CASES[name].doors()]
+)
 def test_the_peak(peaks: dict[str, dict[str, int]], name: str, door: str) -> None:
-    expected = planned(CASES[name], door)
+    with fake_ranks(TENSOR_PARALLEL):
+        expected = planned(CASES[name], door)
     assert peaks[name][door] == pytest.approx(expected, rel=MAX_ERROR)
 
 

@@ -16,6 +16,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+from helpers.fake_ranks import fake_ranks
+
 # nn.Module.load_state_dict picks the keys of each child by comparing all keys of its
 # parent: for a list of n modules n * n comparisons, with or without fsdp_c.
 TORCHS_OWN = {"startswith"}
@@ -132,18 +134,15 @@ def _phases(measure: str, kind: str, size: int) -> dict[str, float]:
 
 def main() -> None:
     """Measure both sizes."""
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     warnings.simplefilter("ignore")  # of parameters that units share
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     measure, *models = sys.argv[1:]
     sums = {}
-    for model in models:
-        kind, small, large = model.split(":")
-        _phases(measure, kind, 2)  # what is made once
-        both = [_phases(measure, kind, int(size)) for size in (small, large)]
-        sums[kind] = {name: [each[name] for each in both] for name in both[0]}
+    with fake_ranks(4):
+        for model in models:
+            kind, small, large = model.split(":")
+            _phases(measure, kind, 2)  # what is made once
+            both = [_phases(measure, kind, int(size)) for size in (small, large)]
+            sums[kind] = {name: [each[name] for each in both] for name in both[0]}
     print(json.dumps(sums))
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # torch's caching allocator gives every tensor a multiple of this.
 _ALIGNMENT = 512
@@ -15,6 +16,14 @@ _ALIGNMENT = 512
 def allocated_nbytes(nbytes: int) -> int:
     """Return what the allocator takes for a tensor of so many bytes."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def plain_tensor(tensor: Tensor) -> Tensor:
+    """Return what this rank has of a DTensor, or what a collective will have made."""
+    while is_traceable_wrapper_subclass(tensor):
+        (name, *_), _context = tensor.__tensor_flatten__()
+        tensor = getattr(tensor, name)
+    return tensor
 
 
 class Change(NamedTuple):
@@ -59,7 +68,7 @@ class Ledger:
             tensor: A view has the storage of its base.
             counts: False: its bytes are counted elsewhere.
         """
-        storage = tensor.untyped_storage()
+        storage = plain_tensor(tensor).untyped_storage()
         key = storage._cdata
         known = self._live.get(key)
         if known is not None:

@@ -7,12 +7,14 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.fsdp.api import (
     BackwardPrefetch,
     CPUOffload,
     MixedPrecision,
     ShardingStrategy,
 )
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp_c._units.groups import HYBRID
 from fsdp_c.tools.plan._errors import PlanError
@@ -145,7 +147,8 @@ def plan_model(
 
     Args:
         source: From :func:`fsdp_c.tools.plan.find_model`.
-        world_sizes: Numbers of ranks, each in [1, 1,000,000].
+        world_sizes: Numbers of ranks, each in [1, 1,000,000]; of a model whose
+            parameters are DTensors, those that shard what a rank has of them.
         sharding: Arguments of FullyShardedDataParallel.
         settings: Links, device, optimizer.
         mesh: (replicas, shards) for the hybrid strategies; its product must be every
@@ -171,6 +174,8 @@ def plan_model(
     if mesh is not None and len(world_sizes) == 1:
         _check_whole(world_sizes[0], mesh)
     model, _ = source.build()
+    if settings.optimizer == "muon":
+        _check_whole_matrices(model)
     chosen = parse(wrap, model)
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     options = candidates(model) if wrap == AUTO else [chosen]
@@ -274,6 +279,16 @@ def _check_whole(world_size: int, mesh: tuple[int, int]) -> None:
             f"--world-size is {world_size}: make them equal, for example --mesh "
             f"{world_size // mesh[1]}x{mesh[1]}"
         )
+
+
+def _check_whole_matrices(model: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        if is_traceable_wrapper_subclass(param):
+            raise PlanError(
+                f"--optimizer muon: {name!r} is a {type(param.data).__name__}, and the "
+                "owners of tensor parallel matrices are not planned: choose another "
+                "optimizer"
+            )
 
 
 def _check_fully_shard(sharding: Sharding) -> None:

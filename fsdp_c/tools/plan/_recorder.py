@@ -10,13 +10,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils import swap_tensors
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+)
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
 from fsdp_c.tools.plan._fused import fused_kernels
-from fsdp_c.tools.plan._ledger import Change, Ledger
+from fsdp_c.tools.plan._ledger import Change, Ledger, plain_tensor
 from fsdp_c.tools.plan._trace import (
     Entry,
     Inputs,
@@ -54,9 +59,7 @@ def trace_step(
         trace = trace_of_tree(model, num_tokens, why)
         return with_mirrored_backward(trace, model, recomputed, why)
     if param_dtype is not None:
-        for param in model.parameters():
-            if param.is_floating_point():
-                param.data = param.data.to(param_dtype)
+        _cast(model, param_dtype)
     recorder = _Recorder(model, param_dtype, recomputed)
     try:
         recorder.run(inputs)
@@ -68,6 +71,17 @@ def trace_step(
         trace = trace_of_tree(model, num_tokens, f"its forward {why}")
         return with_mirrored_backward(trace, model, recomputed, why)
     return recorder.trace(num_tokens)
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    for param in model.parameters():
+        if not param.is_floating_point():
+            continue
+        data = param.detach().to(dtype)
+        if is_traceable_wrapper_subclass(param):  # what it wraps is not in its data
+            swap_tensors(param, nn.Parameter(data, param.requires_grad))
+        else:
+            param.data = data
 
 
 def _first_line(error: Exception) -> str:
@@ -102,18 +116,22 @@ class _Operations(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # what they do with plain tensors is seen
+        kwargs = kwargs or {}
+        if types:  # of fake tensors, with which DTensor finds out its shapes
+            return func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             dtype = args[0].dtype
             if dtype.is_floating_point:
                 return 1.0
             return True if dtype is torch.bool else 1
-        kwargs = kwargs or {}
         result = func(*args, **kwargs)
         formula = flop_registry.get(func._overloadpacket)
         if formula is not None:
             self.flops += formula(*args, **kwargs, out_val=result)
         for each in tree_leaves(result):
-            if torch.is_tensor(each):
+            if torch.is_tensor(each) and each.is_meta:  # a fake one says "cpu"
                 self._ledger.add(each)
         return result
 
@@ -295,7 +313,7 @@ class _Recorder:
         storage = self._ledger.add(tensor)
         if not self.is_backward and storage.nbytes and storage.saved_by is None:
             storage.saved_by = len(self._forward)  # where the work now will be
-            self._saved.append(tensor.untyped_storage().nbytes())
+            self._saved.append(plain_tensor(tensor).untyped_storage().nbytes())
         return tensor
 
     def _unpack(self, tensor: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from fsdp_c._units.names import WRAPPED_MODULE, clean_name
 from fsdp_c._units.params import collect_uses
 from fsdp_c._units.uses import ParamUse, mark_sharded
 from fsdp_c._units.wrap import auto_wrap
+from fsdp_c.tools.plan._ledger import plain_tensor
 
 
 class _PlannedGroup:
@@ -126,7 +127,7 @@ def find_units(model: nn.Module, arguments: Mapping[str, Any]) -> list[PlannedUn
             params = tuple(
                 ParamInfo(
                     prefix + use.fqn,
-                    param.shape,
+                    plain_tensor(param).shape,
                     param.dtype,
                     param.requires_grad,
                     kept_of(use.module, use.name),
