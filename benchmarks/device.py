@@ -68,9 +68,12 @@ on {machine}.
 
 The device is the [fake CUDA](../internals/fakecuda.md): no GPU took part. Rank 0 of a
 group runs, the other ranks do not exist, and nothing is computed. **Memory** is what
-torch's caching allocator holds, as on a GPU whose work is never behind the host.
-**Calls** are those of the CUDA runtime and of NCCL. **Time** is that of the host's
-cores; the host waits for nothing here. A GPU's speed is in none of these figures.
+torch's caching allocator holds, as on a GPU that is never behind the host. **Late**
+memory is that of a GPU as far behind as the host lets it be: what an event guards is
+taken until the host has waited for it, or for something that came later. A GPU that
+has work all the time is nearer to the second. **Calls** are those of the CUDA runtime
+and of NCCL. **Time** is that of the host's cores; the host waits for nothing here. A
+GPU's speed is in none of these figures.
 
 Shards and AdamW's state are in fp32. Parameters are used in bf16, and gradients are
 reduced in fp32. Each layer is a unit; embedding, last norm and head are the root's.
@@ -81,8 +84,10 @@ memory is a dash where it needs more than 80 GiB. With CPU offload no optimizer 
 - **end of forward**: allocated when backward begins. **begin of backward**: when it
   comes to the last layer. **optimizer**: the peak of its step. **between**: when a step
   begins.
+- **late peak**, **late reserved**: those two in a third step of a late device.
 - **planned**: the peak that [plan](../guide/plan.md) predicts. **to planned**: the peak
-  over it. **to torch's**: the peak over the smaller one of FSDP1 and FSDP2.
+  over it. **to torch's**, **late to torch's**: the peak over the smaller one of FSDP1
+  and FSDP2.
 - **records**, **waits**, **new events**: of CUDA events. **launches**: kernels of
   fsdp_c. **operators**: torch's. **collectives**: launches of NCCL. **pointers**:
   cudaPointerGetAttributes. **host waits**: synchronizing calls. All are those of a step
@@ -101,6 +106,8 @@ HELD = {
     "backward_begin": "begin of backward",
     "optimizer": "optimizer",
     "begin": "between",
+    "late_peak": "late peak",
+    "late_reserved": "late reserved",
 }
 CALLS = {
     "event_records": "records",
@@ -208,7 +215,7 @@ def _mib(nbytes: float) -> str:
 
 def render_memory(rows: list[Json], *, markdown: bool) -> str:
     """Return what is held in a row of the page, in MiB."""
-    torchs = [row["held"]["peak"] for row in rows if row["implementation"] in TORCHS]
+    torchs = [row["held"] for row in rows if row["implementation"] in TORCHS]
     cells = []
     for row in rows:
         held = row["held"]
@@ -219,9 +226,12 @@ def render_memory(rows: list[Json], *, markdown: bool) -> str:
         line.append(_mib(planned) if planned else "-")
         line.append(f"{held['peak'] / planned:.3f}" if planned else "-")
         is_ours = row["implementation"] in OURS and torchs
-        line.append(f"{held['peak'] / min(torchs):.3f}" if is_ours else "-")
+        for name in ("peak", "late_peak"):
+            least = min((other[name] for other in torchs), default=0)
+            line.append(f"{held[name] / least:.3f}" if is_ours else "-")
         cells.append(line)
     headers = ["MiB", *HELD.values(), "planned", "to planned", "to torch's"]
+    headers.append("late to torch's")
     return format_table(headers, cells, markdown=markdown)
 
 

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp_c
 from fakecuda.alone import join_alone
-from fakecuda.device import count
+from fakecuda.device import count, set_behind
 
 COUNTED = (
     *("event_records", "event_waits", "event_creates", "event_queries"),
@@ -108,6 +108,11 @@ def counts() -> Json:
     return {**{name: count(name) for name in COUNTED}, COLLECTIVES: int(nccl())}
 
 
+def max_memory_active() -> int:
+    """Return the most that was allocated, or freed and not over on the device."""
+    return int(torch.cuda.memory_stats()["active_bytes.all.peak"])
+
+
 class Trainer:
     """The model, its optimizer and what a step of it holds."""
 
@@ -158,18 +163,20 @@ class Trainer:
 
     def watched_step(self) -> None:
         """Train once and note what is held when."""
+        self.held = {}
         torch.cuda.reset_peak_memory_stats()
         self._plain.at_last_block = lambda: self._note("backward_begin")
         self._note("begin")
         self._forward_and_backward()
         self._plain.at_last_block = lambda: None
         backward = torch.cuda.max_memory_allocated()
-        reserved = torch.cuda.max_memory_reserved()
+        reserved, active = torch.cuda.max_memory_reserved(), max_memory_active()
         torch.cuda.reset_peak_memory_stats()
         self._optimizer_step()
         self.held["optimizer"] = torch.cuda.max_memory_allocated()
         self.held["peak"] = max(backward, self.held["optimizer"])
         self.held["reserved"] = max(reserved, torch.cuda.max_memory_reserved())
+        self.held["active"] = max(active, max_memory_active())
 
 
 def train(args: argparse.Namespace) -> Json:
@@ -179,6 +186,15 @@ def train(args: argparse.Namespace) -> Json:
     for _ in range(NUM_WARMUP):
         trainer.step()
     trainer.watched_step()
+    held = trainer.held
+    set_behind(True)
+    torch.cuda.empty_cache()
+    for _ in range(NUM_WARMUP):
+        trainer.step()
+    trainer.watched_step()
+    held["late_peak"] = trainer.held["active"]
+    held["late_reserved"] = trainer.held["reserved"]
+    set_behind(False)
     before = counts()
     trainer.step()
     calls = {name: value - before[name] for name, value in counts().items()}
@@ -188,7 +204,7 @@ def train(args: argparse.Namespace) -> Json:
         trainer.step()
         times.append(time.process_time_ns() - begin)
     return {
-        "held": trainer.held,
+        "held": held,
         "calls": calls,
         "step_ms": statistics.median(times) / 1e6,
     }

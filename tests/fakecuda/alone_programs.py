@@ -22,7 +22,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import fsdp_c
 from fakecuda.alone import is_alone, join_alone
-from fakecuda.device import count, num_collectives
+from fakecuda.device import count, num_collectives, set_behind
 from helpers.one_gpu import one_gpu_environment
 
 NUM_LAYERS, BATCH = 4, 64
@@ -81,15 +81,22 @@ def figures(api: str, world_size: int, dim: int) -> dict[str, int]:
         **{name: count(name) - so_far for name, so_far in counts.items()},
         "collectives": num_collectives() - collectives,
         "peak": torch.cuda.max_memory_allocated() - before,
+        "active": torch.cuda.memory_stats()["active_bytes.all.peak"] - before,
         "shards": shards,
     }
 
 
 def run(world_size: int, dim: int) -> None:
     found = {api: figures(api, world_size, dim) for api in APIS}
+    behind = {}
+    if is_alone():
+        set_behind(True)
+        behind = {api: figures(api, world_size, dim) for api in APIS}
+        set_behind(False)
     if dist.get_rank() == 0:
         touched = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        print(json.dumps({"apis": found, "touched": touched}), flush=True)
+        said = {"apis": found, "behind": behind, "touched": touched}
+        print(json.dumps(said), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -28,6 +28,11 @@ def set_schedule(seed: int, scale: float) -> None:
     _loaded.fakecuda_set_schedule(ctypes.c_uint64(seed), ctypes.c_double(scale))
 
 
+def set_behind(value: bool) -> None:
+    """Let the device of a rank that is alone be as far behind the host as it can."""
+    _loaded.fakecuda_set_behind(ctypes.c_bool(value))
+
+
 def set_memory(nbytes: int, device: int = 0) -> None:
     """Limit a device's memory; 0: to what it had."""
     _loaded.fakecuda_set_memory(device, ctypes.c_size_t(nbytes))

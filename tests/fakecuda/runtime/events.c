@@ -23,6 +23,7 @@ struct CUevent_st {
   unsigned flags;
   fake_stream *stream; /* that it was recorded on; NULL: none */
   uint64_t ticket;
+  uint64_t order; /* among all events */
   stamp *stamp; /* NULL: without times */
 };
 
@@ -186,6 +187,7 @@ static cudaError_t record(const char *call, cudaEvent_t event,
   }
   event->stream = stream;
   event->ticket = fake_stream_last(stream);
+  event->order = fake_order_next();
   return fake_result(cudaSuccess);
 }
 
@@ -231,7 +233,8 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
   if (code != cudaSuccess) return code;
   FAKE_ALLOWED();
   if (event->stream == NULL ||
-      fake_stream_is_done(event->stream, event->ticket)) {
+      (fake_order_is_seen(event->order) &&
+       fake_stream_is_done(event->stream, event->ticket))) {
     return fake_result(cudaSuccess);
   }
   return fake_result(cudaErrorNotReady);
@@ -245,6 +248,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   FAKE_ALLOWED();
   fake_count(FAKE_SYNCHRONIZATIONS);
   if (event->stream != NULL) {
+    fake_order_see(event->order);
     fake_stream_wait_until(event->stream, event->ticket);
   }
   return fake_enter(__func__);

@@ -89,6 +89,13 @@ bool fake_stream_wait(fake_stream *waiter, fake_stream *recorder,
 /* Waits for all streams of a device; -1: of all. */
 void fake_synchronize(int device);
 
+/* The place of an event among all; whether the host has seen that it is over;
+ * that it has. See Note [Behind the host]. */
+uint64_t fake_order_next(void);
+bool fake_order_is_seen(uint64_t order);
+void fake_order_see(uint64_t order);
+FAKE_API void fakecuda_set_behind(bool value);
+
 /* For libraries beside the runtime (operators, NCCL): enqueues on a handle's
  * stream. An error if there is no such stream. */
 FAKE_API int fakecuda_push(void *stream, fake_task task, fake_task drop,

@@ -1,5 +1,6 @@
 /* Streams: threads that run queues with delays. */
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -79,6 +80,37 @@ static void *allocate(size_t nbytes) {
     abort();
   }
   return memory;
+}
+
+/*
+ * Note [Behind the host]
+ * Alone, a task runs when it is enqueued. A GPU is further behind, and what an
+ * event guards stays taken until the host sees that it is over. With
+ * fakecuda_set_behind() the device is as far behind as the host lets it be: it
+ * works in the order in which it was asked, and an event is over when the host
+ * has waited for it, or for something that came later.
+ */
+static atomic_bool is_behind;
+static atomic_uint_fast64_t num_recorded; /* events */
+static atomic_uint_fast64_t num_seen;     /* of them, to be over */
+
+void fakecuda_set_behind(bool value) {
+  atomic_store(&is_behind, value);
+}
+
+uint64_t fake_order_next(void) {
+  return atomic_fetch_add(&num_recorded, 1) + 1;
+}
+
+bool fake_order_is_seen(uint64_t order) {
+  return !atomic_load(&is_behind) || order <= atomic_load(&num_seen);
+}
+
+void fake_order_see(uint64_t order) {
+  uint_fast64_t seen = atomic_load(&num_seen);
+  while (seen < order &&
+         !atomic_compare_exchange_weak(&num_seen, &seen, order)) {
+  }
 }
 
 /* ---- Delays -------------------------------------------------------------- */
@@ -324,6 +356,7 @@ void fake_stream_wait_until(fake_stream *stream, uint64_t ticket) {
 }
 
 void fake_stream_finish(fake_stream *stream) {
+  fake_order_see(atomic_load(&num_recorded));
   fake_stream_wait_until(stream, last_pushed(stream));
 }
 
