@@ -126,9 +126,10 @@ class Comms:
         if self.stream is None:
             self.hook(reduced)
         else:
-            current = torch.accelerator.current_stream(reduced.device)
+            device = torch.get_device_module(reduced.device)
+            current = device.current_stream(reduced.device)
             self.stream.wait_stream(current)
-            with self.stream:
+            with device.stream(self.stream):
                 self.hook(reduced)
             current.wait_stream(self.stream)
         parts = reduced.split_with_sizes([own.numel() for own in owns])

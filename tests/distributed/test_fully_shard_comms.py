@@ -189,6 +189,26 @@ def test_hook_sees_means(rank: int) -> None:
 
 
 @distributed(world_size=2)
+def test_hook_on_a_stream() -> None:
+    """It runs while that stream is the current one, on the CPU too."""
+    device = torch.get_device_module(device_under_test())
+    stream = device.Stream()
+    streams: list[Any] = []
+    model: Any = fully_shard(nn.Linear(4, 4))
+
+    def hook(reduced: Tensor) -> None:
+        streams.append(device.current_stream())
+        reduced.fill_(7)
+
+    model.set_all_reduce_hook(hook, stream=stream)
+    model(torch.ones(1, 4)).sum().backward()
+    assert streams == [stream]
+    for param in model.parameters():
+        local = param.grad.to_local()
+        assert torch.equal(local, torch.full_like(local, 7.0))
+
+
+@distributed(world_size=2)
 def test_errors() -> None:
     """What hook and comm raise reaches the user; settings that exclude each other."""
 
