@@ -10,10 +10,12 @@ next use makes another.
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.__future__ import get_swap_module_params_on_conversion
 
 from fsdp_c import _native
@@ -154,18 +156,59 @@ class Group(Owner):
         """Let the unit go: the sharded parameters keep their memory.
 
         Raises:
-            RuntimeError: In the middle of a step.
+            RuntimeError: In the middle of a step, or the unit holds gradients.
         """
         if self.unit is None:
             return
-        if self.is_in_step:
+        self._check_between_steps()
+        if self.holds_grads:
             raise RuntimeError(
-                f"unit {self.unit.name!r} cannot be converted or moved in the middle "
-                "of a step: do it between backward and forward"
+                f"unit {self.unit.name!r} cannot be converted or moved while it holds "
+                "gradients that no backward has reduced: let the next backward reduce "
+                "them, or drop them with fsdp_c.reset(model)"
             )
         self.release_engine()
         self.unit = None
         self.params.unbind()
+
+    @property
+    def holds_grads(self) -> bool:
+        """Whether the unit has gradients that no backward has reduced."""
+        return self.unit is not None and self.unit.holds_grads
+
+    def _check_between_steps(self) -> None:
+        if self.unit is not None and self.is_in_step:
+            raise RuntimeError(
+                f"unit {self.unit.name!r} cannot be converted or moved in the middle "
+                "of a step: do it between backward and forward"
+            )
+
+    @contextmanager
+    def spared(self, fn: Callable[[Tensor], Tensor]) -> Iterator[bool]:
+        """Convert the parameters by ``fn``, if it leaves them the objects they are.
+
+        Yields whether it does; then modules are without them inside the context, so
+        that torch's conversion leaves them to the unit.
+
+        Raises:
+            RuntimeError: In the middle of a step.
+        """
+        self._check_between_steps()
+        self.hide_kept()
+        taken = [
+            (place.module._parameters, place.name, param)
+            for place in self.params.places
+            if (param := place.module._parameters[place.name]) is not None
+        ]
+        with torch.no_grad():
+            is_left = all(fn(param) is param for _, _, param in taken)
+        try:
+            for params, name, _ in taken if is_left else ():
+                params[name] = None
+            yield is_left
+        finally:
+            for params, name, param in taken if is_left else ():
+                params[name] = param
 
     def label(self, name: str) -> str:
         """Return the unit's name; ``name`` is its module's, which may have several."""

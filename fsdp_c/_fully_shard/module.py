@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any, NoReturn, cast
 
 import torch
@@ -486,16 +487,20 @@ class FSDPModule(TorchFSDPModule):
 
     # The module --------------------------------------------------------------
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Convert or move sharded parameters and buffers: ``to()``, ``to_empty()``.
 
         Raises:
-            RuntimeError: In the middle of a step.
+            RuntimeError: In the middle of a step, or ``fn`` changes parameters of a
+                unit that holds gradients which no backward has reduced.
         """
-        for group in self._groups(recurse=True):
-            group.dissolve()
-        # Past torch's class, which asks for its own state.
-        return super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
+        with ExitStack() as stack:
+            for group in self._groups(recurse=True):
+                is_spared = group.holds_grads and stack.enter_context(group.spared(fn))
+                if not is_spared:
+                    group.dissolve()
+            # Past torch's class, which asks for its own state.
+            return super(TorchFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise AssertionError(  # torch's first words

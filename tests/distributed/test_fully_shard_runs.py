@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp_c import (
@@ -14,6 +15,7 @@ from fsdp_c import (
     fully_shard,
 )
 from helpers.distributed import TEST_DEVICE, distributed
+from helpers.groups import device_under_test, groups_destroyed
 from helpers.models import CASES, MLP, Block, vectors
 from helpers.rows import Rows, shard_units
 from helpers.seeds import seeded
@@ -262,6 +264,34 @@ def test_meta_device() -> None:
     model.reshard()  # the root stays whole for a backward
     for name, param in model.named_parameters():
         assert param is objects[name]
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("in_shards", [False, True])
+@distributed(world_size=4)
+def test_conversion_while_gradients_accumulate(in_shards: bool, keeps: bool) -> None:
+    """One that changes nothing keeps them; others are refused, and change nothing."""
+    with groups_destroyed():
+        mesh = init_device_mesh(
+            device_under_test(), (2, 2), mesh_dim_names=("replicate", "shard")
+        )
+        both = Rows.of("mlp", mesh=mesh)
+        both.train(1)
+        both.zero_grad()
+        sync = both.model.set_requires_gradient_sync
+        sync = both.model.set_requires_all_reduce if in_shards else sync
+        both.model.set_reshard_after_backward(not keeps)
+        sync(False)
+        both.forward_backward()
+        both.model.to(TEST_DEVICE).double()
+        with pytest.raises(RuntimeError, match="gradients that no backward has red"):
+            both.model.float()
+        sync(True)
+        both.forward_backward()
+        both.check()
+        both.zero_grad()
+        both.model.float()
+        assert all(p.dtype == torch.float32 for p in both.model.parameters())
 
 
 @distributed(world_size=2)
