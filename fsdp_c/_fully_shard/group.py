@@ -156,25 +156,27 @@ class Group(Owner):
         """Let the unit go: the sharded parameters keep their memory.
 
         Raises:
-            RuntimeError: In the middle of a step, or the unit holds gradients.
+            RuntimeError: In the middle of a step, or gradients wait to be reduced.
         """
         if self.unit is None:
             return
         self._check_between_steps()
-        if self.holds_grads:
+        if self.accumulates:
             raise RuntimeError(
-                f"unit {self.unit.name!r} cannot be converted or moved while it holds "
-                "gradients that no backward has reduced: let the next backward reduce "
-                "them, or drop them with fsdp_c.reset(model)"
+                f"unit {self.unit.name!r} cannot be converted or moved while its model "
+                "holds gradients that no backward has reduced: let the next backward "
+                "reduce them, or drop them with fsdp_c.reset(model)"
             )
         self.release_engine()
         self.unit = None
         self.params.unbind()
 
     @property
-    def holds_grads(self) -> bool:
-        """Whether the unit has gradients that no backward has reduced."""
-        return self.unit is not None and self.unit.holds_grads
+    def accumulates(self) -> bool:
+        """Whether a unit of its engine has gradients that no backward has reduced."""
+        members = () if self._running is None else self._running.members
+        units = [owner.made_unit for ref in members if (owner := ref()) is not None]
+        return any(unit is not None and unit.holds_grads for unit in units)
 
     def _check_between_steps(self) -> None:
         if self.unit is not None and self.is_in_step:

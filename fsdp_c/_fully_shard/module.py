@@ -491,12 +491,12 @@ class FSDPModule(TorchFSDPModule):
         """Convert or move sharded parameters and buffers: ``to()``, ``to_empty()``.
 
         Raises:
-            RuntimeError: In the middle of a step, or ``fn`` changes parameters of a
-                unit that holds gradients which no backward has reduced.
+            RuntimeError: In the middle of a step; or ``fn`` changes parameters while
+                gradients of their model wait to be reduced.
         """
         with ExitStack() as stack:
             for group in self._groups(recurse=True):
-                is_spared = group.holds_grads and stack.enter_context(group.spared(fn))
+                is_spared = group.accumulates and stack.enter_context(group.spared(fn))
                 if not is_spared:
                     group.dissolve()
             # Past torch's class, which asks for its own state.

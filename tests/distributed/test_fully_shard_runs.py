@@ -16,7 +16,7 @@ from fsdp_c import (
 )
 from helpers.distributed import TEST_DEVICE, distributed
 from helpers.groups import device_under_test, groups_destroyed
-from helpers.models import CASES, MLP, Block, vectors
+from helpers.models import CASES, MLP, Block, Chain, vectors
 from helpers.rows import Rows, shard_units
 from helpers.seeds import seeded
 
@@ -275,7 +275,11 @@ def test_conversion_while_gradients_accumulate(in_shards: bool, keeps: bool) -> 
         mesh = init_device_mesh(
             device_under_test(), (2, 2), mesh_dim_names=("replicate", "shard")
         )
-        both = Rows.of("mlp", mesh=mesh)
+        both = Rows(  # the root has no parameters
+            lambda: Chain(Block() for _ in range(2)),
+            lambda model: shard_units(model, [Block], mesh=mesh),
+            vectors,
+        )
         both.train(1)
         both.zero_grad()
         sync = both.model.set_requires_gradient_sync
