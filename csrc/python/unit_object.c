@@ -259,6 +259,13 @@ static PyObject *unit_replace_param(PyObject *object, PyObject *args) {
       fsdp_torch_unit_replace_param(unit, index, tensor, &error), &error);
 }
 
+static PyObject *unit_leave_params(PyObject *object,
+                                   PyObject *Py_UNUSED(unused)) {
+  FSDP_LOCAL_ERROR(error);
+  return fsdp_none_or_error(
+      fsdp_torch_unit_leave_params(unit_of(object), &error), &error);
+}
+
 static PyObject *unit_set_reduce_hook(PyObject *object, PyObject *args) {
   FSDP_LOCAL_ERROR(error);
   PyObject *state, *hook; /* borrowed */
@@ -426,6 +433,9 @@ PyDoc_STRVAR(
 PyDoc_STRVAR(unit_replace_doc,
              "replace_param($self, param, tensor, /)\n--\n\n"
              "Make `tensor` the unit's parameter number `param`.");
+PyDoc_STRVAR(unit_leave_params_doc,
+             "leave_params($self, /)\n--\n\n"
+             "Leave the parameters to others, while a graph may keep the unit.");
 PyDoc_STRVAR(unit_hook_doc,
              "set_reduce_hook($self, state, hook, /)\n--\n\n"
              "Let hook(state, grad[, output]) reduce the gradients.");
@@ -517,6 +527,7 @@ static PyMethodDef unit_methods[] = {
     {"note_forwards", fsdp_unit_object_note_forwards, METH_O, unit_note_doc},
     {"show_kept", unit_show_kept, METH_O, unit_show_doc},
     {"replace_param", unit_replace_param, METH_VARARGS, unit_replace_doc},
+    {"leave_params", unit_leave_params, METH_NOARGS, unit_leave_params_doc},
     {"set_reduce_hook", unit_set_reduce_hook, METH_VARARGS, unit_hook_doc},
     {"set_custom", unit_set_custom, METH_VARARGS, unit_custom_doc},
     {"follow_reductions", unit_follow_reductions, METH_O, unit_follow_doc},

@@ -172,6 +172,12 @@ fsdp_torch_unit_set_reduce_hook(fsdp_torch_unit *unit, struct _object *state,
 FSDP_NODISCARD fsdp_status fsdp_torch_unit_follow_reductions(
     fsdp_torch_unit *unit, struct _object *function, fsdp_error *error);
 
+/* Before its parameters get another unit, or memory of their own: a graph may
+ * keep this one, and its end no longer changes them. A backward through that
+ * graph fails. Between steps, without gradients. GIL. */
+FSDP_NODISCARD fsdp_status fsdp_torch_unit_leave_params(fsdp_torch_unit *unit,
+                                                        fsdp_error *error);
+
 /* Removes the unit from its engine and its hooks from autograd. The parameters
  * stay views of the shard. Accepts NULL. GIL. Cannot fail. */
 void fsdp_torch_unit_destroy(fsdp_torch_unit *unit);

@@ -232,6 +232,13 @@ struct ForwardCall {
   // of the next unit in forward. That unit is told first, so that it reshards
   // before this one prefetches.
   void on_grad(const Node *node) {
+    if (unit->has_left_params) {
+      throw std::runtime_error(
+          "FSDP unit '" + unit->name +
+          "': its parameters were converted (to(), half(), cuda()) or swapped "
+          "(load_state_dict(assign=True)) after the forward of this backward: "
+          "call backward first");
+    }
     const int current = torch::autograd::get_current_graph_task_id();
     if (graph_task == current) {
       // The node may be on another stream, which has not waited for the gather.

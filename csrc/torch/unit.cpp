@@ -358,6 +358,18 @@ Unit::~Unit() {
   fsdp_param_table_destroy(table);
 }
 
+// A graph may keep the unit; its end would show the shards on the parameters.
+void leave_params(Unit &unit) {
+  unit.has_left_params = true;
+  if (unit.handle) unit.handle->unit = nullptr;
+  unhook_accumulators(unit);
+  for (Param &param : unit.params) {
+    param.tensor = param.tensor.detach();
+    param.parallel = param.parallel_local = at::Tensor();
+  }
+  for (Segment &segment : unit.segments) segment.flat_param = at::Tensor();
+}
+
 }  // namespace fsdp_torch
 
 using fsdp_torch::Unit;
@@ -482,6 +494,15 @@ fsdp_status fsdp_torch_unit_clone(const fsdp_torch_unit *source,
     auto *result = new fsdp_torch_unit{self};
     fsdp_torch::show_sharded(*self);
     *unit = result;
+    return FSDP_OK;
+  };
+}
+
+fsdp_status fsdp_torch_unit_leave_params(fsdp_torch_unit *unit,
+                                         fsdp_error *error) {
+  GUARDED(error) {
+    const at::NoGradGuard no_grad;
+    fsdp_torch::leave_params(*unit->self);
     return FSDP_OK;
   };
 }

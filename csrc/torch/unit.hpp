@@ -250,6 +250,7 @@ struct Unit : std::enable_shared_from_this<Unit> {
   fsdp_torch_face face = {};      // by rows; all null: the owner is gone
   fsdp_torch_watch watch = {};    // likewise of any unit; all null: nothing
   bool grads_are_new = false;     // by rows: to be shown at the end of backward
+  bool has_left_params = false;   // only graphs of earlier forwards have it
   fsdp_alignment alignment = {};  // of the layout
   std::vector<int64_t> block_numels;  // likewise; per use, or empty
   fsdp_unit_options settings = {};    // without what points somewhere
@@ -487,6 +488,8 @@ void note_engine(const std::shared_ptr<Engine> &engine);
 void hook_accumulators(Unit &unit);
 void unhook_accumulator(Param &param);
 void unhook_accumulators(Unit &unit);
+// unit.cpp. Its parameters are others' from now on.
+void leave_params(Unit &unit);
 // input_hooks.cpp: see Note [Leaving a unit in backward].
 // How many of the unit's forward calls will have their inputs' gradients
 // computed in the running graph task.

@@ -168,6 +168,7 @@ class Group(Owner):
                 "reduce them, or drop them with fsdp_c.reset(model)"
             )
         self.release_engine()
+        self.unit.leave_params()
         self.unit = None
         self.params.unbind()
 

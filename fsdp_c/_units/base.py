@@ -126,8 +126,9 @@ class ShardedModule(Owner, nn.Module):
         """Adopt a unit over the same parameters, of another dtype or device.
 
         The old unit is destroyed before ``make_unit()`` runs, since its end makes the
-        parameters views of its shards.
+        parameters views of its shards. A graph may keep it longer.
         """
+        self._sharded.unit.leave_params()
         sharded = replace(self._sharded, unit=None)  # type: ignore[arg-type]
         self.end_state_dict_load()
         sharded.originals.unbind()

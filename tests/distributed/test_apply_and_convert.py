@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from fsdp_c import reset
 from helpers.distributed import TEST_DEVICE, distributed
 from helpers.impl import FSDP, MixedPrecision, fsdp
 from helpers.models import MLP, Block, vectors
@@ -140,6 +141,31 @@ def test_with_gradients() -> None:
     model.zero_grad()
     model.double()
     model(torch.randn(4, 6, dtype=torch.float64)).sum().backward()
+
+
+@pytest.mark.parametrize("api", APIS)
+@distributed(world_size=2)
+def test_while_an_earlier_graph_lives(api: str) -> None:
+    """As ``loss`` does to the next step: its end leaves the converted parameters alone.
+
+    A backward through it is refused on all ranks.
+    """
+    both = in_either_api(api, MLP, {Block})
+    batches = both.batches()
+    old = both.model(*batches[both.rank]).square().mean()
+    old.backward(retain_graph=True)
+    both.zero_grad()
+    for model in (both.model, both.reference):
+        model.float()
+        model.double()
+    with pytest.raises(RuntimeError, match=r"were converted .* call backward first"):
+        old.backward()
+    reset(both.model)
+    both.zero_grad()
+    both.model(*batches[both.rank]).sum().backward()
+    both.zero_grad()
+    del old
+    both.train(2)
 
 
 @distributed(world_size=2)
