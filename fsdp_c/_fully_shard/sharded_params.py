@@ -29,6 +29,9 @@ from fsdp_c._units.cuts import (
 )
 from fsdp_c._units.uses import check_is_parameter
 
+# Not the parameters: one with a weak reference cannot be swapped.
+_living: "weakref.WeakSet[ShardedParams]" = weakref.WeakSet()
+
 
 class Place(NamedTuple):
     """Where a module has a parameter of the group."""
@@ -65,6 +68,7 @@ class ShardedParams:
         self._made = [_identity_of(param) for param in sharded]
         self.cuts = tuple(cuts)
         self._unit: _native.Unit | None = None
+        _living.add(self)
         self.plain: list[nn.Parameter] = []
         self._shown: list[nn.Parameter] = []
         self._parts: list[nn.Parameter | None] = []
@@ -109,7 +113,40 @@ class ShardedParams:
             param = place.module._parameters.get(place.name)
             self._check_replacement(place, param)
             assert isinstance(param, nn.Parameter)
+            if param is not self.sharded[place.param]:
+                self._check_home(place, param)
             self.sharded[place.param] = param
+        self._merge_tied()
+
+    def _check_home(self, place: Place, param: nn.Parameter) -> None:
+        for home in _living:
+            if home is not self and any(
+                param is home.sharded[each.param]
+                and each.module._parameters.get(each.name) is param
+                for each in home.places
+            ):
+                raise ValueError(
+                    f"parameter {place.fqn!r} of {self._owner} was tied to one of "
+                    "another call of fully_shard: tie them before, and pass the "
+                    "modules that share it in one list, or call fully_shard only on a "
+                    "module that contains both"
+                )
+
+    def _merge_tied(self) -> None:
+        """Keep once what was tied after fully_shard(): a parameter of two places."""
+        first: dict[nn.Parameter, int] = {}
+        for index, param in enumerate(self.sharded):
+            first.setdefault(param, index)
+        if len(first) == len(self.sharded):
+            return
+        number = {param: index for index, param in enumerate(first)}
+        self.places = tuple(
+            place._replace(param=number[self.sharded[place.param]])
+            for place in self.places
+        )
+        self._made = [self._made[index] for index in first.values()]
+        self.cuts = tuple(self.cuts[index] for index in first.values())
+        self.sharded = list(first)
 
     def _check_replacement(self, place: Place, param: Any) -> None:
         old = self.sharded[place.param]
@@ -271,6 +308,11 @@ class ShardedParams:
                 continue
             self._check_replacement(place, param)
             assert isinstance(param, nn.Parameter)
+            if any(param is each for each in self.sharded):
+                raise ValueError(
+                    f"parameter {place.fqn!r} of {self._owner} was tied to another one "
+                    "of its group: tie parameters before the first forward"
+                )
             new[place.param] = param
         for index, param in new.items():
             self.sharded[index] = param
