@@ -10,6 +10,7 @@ from fsdp_c import _native
 from fsdp_c._engines.engine import ensure_engine
 from fsdp_c._engines.summon import summoned
 from fsdp_c._units.base import ShardedModule, sharded_modules
+from fsdp_c._units.device import CPU
 from fsdp_c._units.keep_whole import block_numels, kept_of
 from fsdp_c._units.uses import is_taken
 
@@ -22,9 +23,12 @@ def convert(
     A unit whose dtype or device ``fn`` keeps is left as it is, without communication.
     The others are gathered one at a time, converted, and sharded anew; all ranks must
     call it. Parameters, flat ones too, stay the same objects, so that an optimizer
-    keeps them; its state is the user's to convert.
+    keeps them; its state is the user's to convert. Shards of CPU offload stay in host
+    memory: a unit that is moved elsewhere refuses to run until it is moved back.
     """
     modules = list(sharded_modules(module)) if recurse else [module]
+    for each in filter(_stays_on_host, modules):
+        _note_device(each, fn)
     changed = [each for each in modules if _is_changed(each, fn)]
     summoned_ones = [each for each in changed if each._sharded.unit.is_summoned]
     others = [each for each in changed if each not in summoned_ones]
@@ -54,7 +58,22 @@ def _probes(module: ShardedModule) -> list[Tensor]:
 
 def _is_changed(module: ShardedModule, fn: Callable[[Tensor], Tensor]) -> bool:
     """Return whether ``fn`` gives tensors like the unit's shards another form."""
+    if _stays_on_host(module):
+        return any(fn(probe).dtype != probe.dtype for probe in _probes(module))
     return any(fn(probe) is not probe for probe in _probes(module))
+
+
+def _stays_on_host(module: ShardedModule) -> bool:
+    offloads = module._sharded.config.cpu_offload.offload_params
+    return offloads and module.compute_device != CPU
+
+
+def _note_device(module: ShardedModule, fn: Callable[[Tensor], Tensor]) -> None:
+    device = next((fn(probe).device for probe in _probes(module)), CPU)
+    moved_to = None if device == CPU else device
+    if moved_to != module._moved_to:
+        _check(module, fn)
+        module.note_move(moved_to)
 
 
 def _check(module: ShardedModule, fn: Callable[[Tensor], Tensor]) -> None:
@@ -94,6 +113,8 @@ def _convert_unit(module: ShardedModule, fn: Callable[[Tensor], Tensor]) -> None
         for param in dict.fromkeys(params):
             data = param.detach()
             result = fn(data)
+            if _stays_on_host(module):
+                result = result.to(module.compute_device)
             if result.untyped_storage().data_ptr() == data.untyped_storage().data_ptr():
                 result = result.clone()  # the summoned memory goes
             converted[param] = result

@@ -97,6 +97,8 @@ class ShardedModule(Owner, nn.Module):
     _state_dict_settings: StateDictSettings
     # What stands in for the device mesh where a DTensor needs one.
     _group_mesh: DeviceMesh | None
+    # Where to() would have put shards that stay in host memory; None: nowhere.
+    _moved_to: torch.device | None
 
     def adopt_module(self, module: nn.Module, sharded: ShardedUnit) -> None:
         """Become the wrapper of ``module``, of which ``sharded`` is the unit."""
@@ -107,7 +109,7 @@ class ShardedModule(Owner, nn.Module):
             FullStateDictConfig(),
             FullOptimStateDictConfig(),
         )
-        self._group_mesh = None
+        self._group_mesh = self._moved_to = None
         self.adopt_unit(module, sharded)
 
     def adopt_unit(self, module: nn.Module, sharded: ShardedUnit) -> None:
@@ -138,9 +140,21 @@ class ShardedModule(Owner, nn.Module):
         sharded.originals.rebind(unit)
 
     def prepare_unit(self, name: str) -> _native.Unit:
-        """Return the unit; RuntimeError if a parameter was replaced."""
+        """Return the unit; RuntimeError if a parameter was replaced or moved."""
         self._sharded.originals.check()
+        if self._moved_to is not None:
+            raise RuntimeError(  # in torch's words
+                "An FSDP-managed module with parameter CPU offloading enabled has "
+                f"parameters on {self._moved_to}. Make sure to not move the module "
+                "from CPU when offloading parameters. It was moved by to() or cuda() "
+                f"after wrapping: move it back by to('cpu') (unit {name!r})"
+            )
         return self._sharded.unit
+
+    def note_move(self, device: torch.device | None) -> None:
+        """Refuse to run from now on, as the shards stay on the host; None: run again."""
+        self.release_engine()  # whoever makes the next one asks for the unit
+        self._moved_to = device
 
     def begin_in_engine(self) -> None:
         """Cast the buffers."""

@@ -1,5 +1,6 @@
 """Which device a unit computes on."""
 
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,8 +17,9 @@ CPU = torch.device("cpu")
 def device_from_id(device_id: Any) -> torch.device | None:
     """Return the device that ``device_id`` names; None for None.
 
-    ``cpu:N`` means ``cpu``. An int, or an accelerator without an index, names a
-    device of the current accelerator. Raises TypeError or ValueError.
+    ``cpu:N`` means ``cpu``. An int names a device of the current accelerator, an
+    accelerator without an index its current device, with a warning. Raises TypeError or
+    ValueError.
     """
     if device_id is None:
         return None
@@ -51,6 +53,12 @@ def device_from_id(device_id: Any) -> torch.device | None:
         )
     if device.index is None:
         device = torch.device(device.type, torch.accelerator.current_device_index())
+        warnings.warn(
+            f"device_id={device_id!r} does not have an explicit index: {device}, the "
+            "current device, is used. If that is another rank's, call "
+            "torch.accelerator.set_device_index() before wrapping, or pass the index",
+            stacklevel=4,
+        )
     return device
 
 
@@ -107,15 +115,17 @@ def choose_device(
         for device, name in others.items():
             if device != device_id:
                 raise ValueError(
-                    f"parameter {name!r} is on {device} and device_id is {device_id}: "
-                    "move the module to one device before wrapping it"
+                    f"Inconsistent devices, {device} vs {device_id}: parameter "
+                    f"{name!r} is on the first one, and device_id is the second: move "
+                    "the module there before wrapping it, or pass its device"
                 )
         return device_id
     if len(first) > 1:
         places = ", ".join(f"{name!r} on {device}" for device, name in first.items())
-        raise ValueError(
-            f"the module is on several devices ({places}): pass device_id, or move "
-            "it to one device before wrapping it"
+        raise RuntimeError(
+            f"FSDP only supports single device modules, and this one is on several "
+            f"({places}): please pass in device_id, or move it to one device before "
+            "wrapping it"
         )
     if others:
         return next(iter(others))

@@ -434,3 +434,19 @@ def test_gradients_of_gradients() -> None:
         return _chain("fsdp", strategy="NO_SHARD", use_orig_params=True)
 
     assert _compare(make, run)["num_downloads"] > 0
+
+
+@distributed(world_size=2, device="cuda")
+def test_shards_stay_in_host_memory() -> None:
+    """To move them is an error of the next call, as in torch; to() takes it back."""
+    model = fsdp(nn.Linear(4, 4), cpu_offload=CPUOffload(offload_params=True))
+    x = torch.ones(2, 4, device="cuda")
+    model(x).sum().backward()
+    model.zero_grad()
+    model.cuda()
+    assert all(param.device == torch.device("cpu") for param in model.parameters())
+    for call in (lambda: model(x), model.state_dict):
+        with pytest.raises(RuntimeError, match="offloading enabled has parameters on"):
+            call()
+    model.to("cpu", torch.float64)
+    model(x.double()).sum().backward()
