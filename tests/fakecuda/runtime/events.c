@@ -24,7 +24,7 @@ struct CUevent_st {
   fake_stream *stream; /* that it was recorded on; NULL: none */
   uint64_t ticket;
   uint64_t order; /* among all events */
-  stamp *stamp; /* NULL: without times */
+  stamp *stamp;   /* NULL: without times */
 };
 
 /* ---- Streams ------------------------------------------------------------- */

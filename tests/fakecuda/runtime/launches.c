@@ -1,11 +1,13 @@
 /*
  * Kernels. No machine code of a device runs here: what torch would launch is
  * done by an operator of the CPU, and whatever still arrives is refused by its
- * name.
+ * name, but for torch.cuda._sleep().
  */
+#define _POSIX_C_SOURCE 200809L /* nanosleep */
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "fake.h"
 
@@ -98,6 +100,28 @@ cudaError_t __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *shared,
   return cudaSuccess;
 }
 
+static void sleep_cycles(void *argument) {
+  const int64_t cycles = *(const int64_t *)argument;
+  enum { HZ = 1000000000 }; /* so a cycle is a nanosecond */
+  const struct timespec time = {.tv_sec = (time_t)(cycles / HZ),
+                                .tv_nsec = (long)(cycles % HZ)};
+  nanosleep(&time, NULL);
+}
+
+/* torch.cuda._sleep(cycles). False: it is another kernel. */
+static bool sleeps(const void *function, void **arguments,
+                   cudaStream_t handle) {
+  fake_stream *stream = fake_stream_find(handle);
+  if (stream == NULL || strstr(name_of(function), "spin_kernel") == NULL) {
+    return false;
+  }
+  int64_t *cycles = malloc(sizeof *cycles);
+  if (cycles == NULL) abort();
+  *cycles = *(const int64_t *)arguments[0];
+  fake_stream_push(stream, sleep_cycles, free, cycles);
+  return true;
+}
+
 static cudaError_t refuse(const void *function) {
   fake_count(FAKE_LAUNCHES);
   return fake_refuse("cudaLaunchKernel", cudaErrorNoKernelImageForDevice,
@@ -108,16 +132,16 @@ cudaError_t cudaLaunchKernel(const void *function, dim3 grid, dim3 block,
                              void **arguments, size_t shared,
                              cudaStream_t stream) {
   FAKE_ENTER();
-  (void)grid, (void)block, (void)arguments, (void)shared, (void)stream;
+  (void)grid, (void)block, (void)shared;
+  if (sleeps(function, arguments, stream)) return fake_result(cudaSuccess);
   return refuse(function);
 }
 
 cudaError_t __cudaLaunchKernel(cudaKernel_t function, dim3 grid, dim3 block,
                                void **arguments, size_t shared,
                                cudaStream_t stream) {
-  FAKE_ENTER();
-  (void)grid, (void)block, (void)arguments, (void)shared, (void)stream;
-  return refuse(function);
+  return cudaLaunchKernel((const void *)function, grid, block, arguments,
+                          shared, stream);
 }
 
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config,
