@@ -4,6 +4,7 @@
 // for replaced parameters and followers need the GIL.
 #include <ATen/core/Tensor.h>
 #include <Python.h>
+#include <c10/core/GradMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>
@@ -208,6 +209,7 @@ void run_pre_backward(Unit &unit, uint64_t num_replaced) {
   const bool opens = !fsdp_engine_in_backward(engine->core);
   if (opens) queue_end_of_backward(engine);
   const bool was_whole = fsdp_unit_get_state(unit.core) == FSDP_UNIT_UNSHARDED;
+  unit.guards_saved = unit.guards_saved || c10::GradMode::is_enabled();
   check([&](fsdp_error *error) {
     return fsdp_unit_pre_backward(unit.core, error);
   });

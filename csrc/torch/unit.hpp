@@ -193,6 +193,9 @@ struct Param {
   at::Tensor hidden_grad;      // the user's, during forward
   at::Tensor full_grad;        // view of the summoned one, while it is open
   int64_t marked_version = 0;  // unit_views.cpp
+  // Likewise: see Note [Saved parameters].
+  std::optional<c10::VariableVersion> whole_version;
+  int64_t sharded_version = 0;
   bool required_grad = false;  // when show_requires_grad() looked last
   uint64_t replaced_at = 0;    // of the unit's replacements
   NodePtr accumulator;
@@ -264,8 +267,9 @@ struct Unit : std::enable_shared_from_this<Unit> {
   std::optional<c10::Stream> accumulator_stream;
   std::vector<GradPlace> grad_places;  // unit_grads.cpp
   uint64_t marked_version = 0;         // unit_views.cpp
-  bool shard_was_written = false;      // likewise: no gather waits for it yet
-  uint64_t num_replaced = 0;  // parameters for which the user put others
+  bool guards_saved = false;  // some backward of it made a graph (create_graph)
+  bool shard_was_written = false;  // likewise: no gather waits for it yet
+  uint64_t num_replaced = 0;       // parameters for which the user put others
   // A forward whose backward is to come used a frozen parameter: of that use
   // autograd says nothing, also if another forward trains it.
   bool ran_frozen = false;

@@ -229,12 +229,54 @@ void empty_storages(Unit &unit) {
   }
 }
 
+// Note [Saved parameters]
+// Autograd saves a parameter itself. A gradient of gradients reads it in a
+// backward of its own, which runs no hook of the unit: if the unit is sharded,
+// that would be the shard, and where shapes allow it a wrong result without a
+// word. So once a backward of the unit has made a graph, its parameters have
+// another version while they show the shards, which autograd refuses. With the
+// whole parameters the version is back, unless the user wrote meanwhile.
+void show_sharded_version(Unit &unit, Param &param) {
+  if (param.whole_version) return;
+  c10::TensorImpl *const impl = param.leaf().unsafeGetTensorImpl();
+  param.whole_version = impl->version_counter();
+  param.sharded_version = param.whole_version->current_version() + 1;
+  impl->set_version_counter(
+      c10::VariableVersion(static_cast<uint32_t>(param.sharded_version)));
+  param.marked_version++;
+  unit.marked_version++;
+}
+
+void show_whole_version(Unit &unit, Param &param) {
+  if (!param.whole_version) return;
+  c10::TensorImpl *const impl = param.leaf().unsafeGetTensorImpl();
+  if (impl->version_counter().current_version() == param.sharded_version) {
+    impl->set_version_counter(*param.whole_version);
+    param.marked_version--;
+    unit.marked_version--;
+  }
+  param.whole_version.reset();
+}
+
+void show_version(Unit &unit, fsdp_view view) {
+  if (!unit.guards_saved) return;
+  const bool is_sharded = view == FSDP_VIEW_SHARDED || view == FSDP_VIEW_PART;
+  for (Param &param : unit.params) {
+    if (is_sharded) {
+      show_sharded_version(unit, param);
+    } else {
+      show_whole_version(unit, param);
+    }
+  }
+}
+
 // The port --------------------------------------------------------------------
 
 fsdp_status show_params(void * /*context*/, void *owner, fsdp_view view,
                         void *const *data, fsdp_error *error) {
   GUARDED(error) {
     Unit &unit = unit_of(owner);
+    show_version(unit, view);
     if (view == FSDP_VIEW_SHARDED) {
       show_shards(unit);
       if (data == nullptr) empty_storages(unit);

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_c import fully_shard, optimizer_in_backward
+from fsdp_c import fully_shard, optimizer_in_backward, reset
 from helpers.distributed import distributed
 from helpers.impl import fsdp
 from helpers.models import Inputs
 from helpers.reference import Differential, sgd
-from helpers.rows import in_either_api
+from helpers.rows import APIS, in_either_api
 
 DIM = 4
 
@@ -172,3 +172,38 @@ def test_gradient_penalty_after_no_sync(
         strategy="NO_SHARD",
     )
     _check_no_sync(both, _penalty, steps_in_backward)
+
+
+class Scaled(nn.Module):
+    """A parameter of two elements, of which a rank's shard broadcasts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([0.5, 2.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x * self.scale)
+
+
+@pytest.mark.parametrize("api", APIS)
+@distributed(world_size=2)
+def test_saved_parameters_of_a_sharded_unit(api: str) -> None:
+    """Reading them is an error on all ranks; the shard in their place would be wrong.
+
+    A model that has met it trains on.
+    """
+
+    def build() -> nn.Module:
+        return nn.Sequential(Scaled(), nn.Linear(2, 2))
+
+    def make_batch(generator: torch.Generator) -> Inputs:
+        return (torch.randn(4, 2, generator=generator),)
+
+    both = in_either_api(api, build, {Scaled}, make_batch)
+    x = torch.ones(4, 2, dtype=torch.float64, requires_grad=True)
+    (grad,) = torch.autograd.grad(both.model(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        grad.square().mean().backward()
+    reset(both.model)
+    both.zero_grad()
+    both.train(2)
