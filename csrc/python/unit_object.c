@@ -433,9 +433,10 @@ PyDoc_STRVAR(
 PyDoc_STRVAR(unit_replace_doc,
              "replace_param($self, param, tensor, /)\n--\n\n"
              "Make `tensor` the unit's parameter number `param`.");
-PyDoc_STRVAR(unit_leave_params_doc,
-             "leave_params($self, /)\n--\n\n"
-             "Leave the parameters to others, while a graph may keep the unit.");
+PyDoc_STRVAR(
+    unit_leave_params_doc,
+    "leave_params($self, /)\n--\n\n"
+    "Leave the parameters to others, while a graph may keep the unit.");
 PyDoc_STRVAR(unit_hook_doc,
              "set_reduce_hook($self, state, hook, /)\n--\n\n"
              "Let hook(state, grad[, output]) reduce the gradients.");

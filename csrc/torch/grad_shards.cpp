@@ -64,6 +64,31 @@ void make_next_grads(Unit &unit) {
 
 }  // namespace
 
+// Note [Flat gradients of the user]
+// A flat gradient is one tensor, on `.grad`. Between steps the unit does not
+// hold it, so that its memory goes when the user clears it, as in torch's
+// class. Original and sharded parameters have many gradients, whose tensors are
+// made once for the whole run: their memory goes with the next forward.
+void leave_flat_grads(Unit &unit) {
+  for (Segment &segment : unit.segments) {
+    if (!segment.flat_param.defined() || !segment.grad_shard.defined() ||
+        !segment.flat_param.grad().is_same(segment.grad_shard)) {
+      continue;
+    }
+    segment.left_grad = segment.grad_shard.getIntrusivePtr();
+    segment.grad_shard = at::Tensor();
+  }
+}
+
+void recall_flat_grads(Unit &unit) {
+  for (Segment &segment : unit.segments) {
+    if (segment.grad_shard.defined()) continue;
+    auto left = segment.left_grad.lock();
+    segment.left_grad.reset();
+    if (left.defined()) segment.grad_shard = at::Tensor(std::move(left));
+  }
+}
+
 void ensure_grad_shard(Unit &unit, Segment &segment, bool is_replaced) {
   if (segment.grad_shard.defined()) return;
   if (unit.is_by_rows) {

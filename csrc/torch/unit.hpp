@@ -121,6 +121,9 @@ struct Segment {
   at::Tensor shard;         // [shard_numel], master
   at::Tensor grad_shard;  // likewise, grad; undefined until the first reduction
   at::Tensor earlier_grad;  // of earlier backwards, while followed
+  // See Note [Flat gradients of the user]; null: it is in grad_shard.
+  c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> left_grad{
+      c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
   // See Note [Sharded gradients of a unit by rows].
   at::Tensor next_grad;
   at::Tensor idle_grad;
@@ -355,7 +358,10 @@ at::TensorOptions shard_options(const Unit &unit, at::ScalarType dtype);
                          const at::Tensor &value, const std::string &remedy);
 Unit &unit_of(void *owner);
 
-// grad_shards.cpp: makes the segment's sharded gradient if there is none:
+// grad_shards.cpp: leaves flat gradients to the user, and takes them back.
+void leave_flat_grads(Unit &unit);
+void recall_flat_grads(Unit &unit);
+// Makes the segment's sharded gradient if there is none:
 // zeros, unless the next work on it replaces all of them.
 void ensure_grad_shard(Unit &unit, Segment &segment, bool is_replaced);
 // Whether anybody has a tensor over its memory that is none of ours; of ours,

@@ -152,7 +152,7 @@ class ShardedModule(Owner, nn.Module):
         return self._sharded.unit
 
     def note_move(self, device: torch.device | None) -> None:
-        """Refuse to run from now on, as the shards stay on the host; None: run again."""
+        """Refuse to run, as the shards stay on the host; None: run again."""
         self.release_engine()  # whoever makes the next one asks for the unit
         self._moved_to = device
 

@@ -9,6 +9,7 @@ that are reduced, or, of two ranks, half of it. Ranks that share memory need non
 do those of an accelerator.
 """
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -25,7 +26,8 @@ from helpers.impl import (
     fsdp,
     memory_stats,
 )
-from helpers.models import CASES, Block, Chain, loss_of, vectors
+from helpers.models import CASES, MLP, Block, Chain, loss_of, vectors
+from helpers.rows import in_either_api
 from helpers.seeds import generator
 from helpers.transports import num_scratches
 
@@ -468,3 +470,21 @@ def test_partial_sums_of_several_dtypes(rank: int, world_size: int) -> None:
     with model.no_sync(sharded=True):
         loss_of(model(*case.inputs(generator(rank)))).backward()
     assert memory_stats(model)["partial_grad_nbytes"] == _in_block(shards)
+
+
+@distributed(world_size=2)
+def test_a_cleared_flat_gradient_is_gone() -> None:
+    """At once, not with the next forward; one that somebody holds keeps its values."""
+    both = in_either_api("FSDP flat", MLP, {Block})
+    kept: list[tuple[Tensor, Tensor]] = []
+    for _ in range(3):
+        both.train(1)
+        first, *others = [param.grad for param in both.model.parameters()]
+        references = [weakref.ref(grad) for grad in others]
+        kept.append((first, first.clone()))
+        del others
+        assert all(each() is not None for each in references)
+        both.zero_grad()
+        assert all(each() is None for each in references)
+        for grad, values in kept:
+            assert torch.equal(grad, values)
