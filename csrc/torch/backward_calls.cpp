@@ -19,6 +19,7 @@
 #include <algorithm>
 #include <memory>
 #include <mutex>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -51,12 +52,20 @@ std::vector<std::shared_ptr<Engine>> engines_that_live() {
   return result;
 }
 
-// Who has the lock may wait for the GIL.
+// Note [Engines of other threads]
+// Another thread that is in a call of its engine is in a step of its own: this
+// backward is not its graph's. Its call may be waiting for other ranks, and
+// they for this thread: ranks may be threads of one process, and with two
+// models in two threads each rank may have come to another one first. So
+// nothing waits for such a call. Who has the lock outside of a call soon gives
+// it up, but may wait for the GIL.
+//
+// The engine's lock, or none: it is in another thread's call.
 std::unique_lock<std::mutex> lock_of(Engine &engine) {
   std::unique_lock<std::mutex> lock(engine.mutex, std::try_to_lock);
-  if (lock.owns_lock()) return lock;
+  if (lock.owns_lock() || engine.in_call) return lock;
   const pybind11::gil_scoped_release no_gil;
-  lock.lock();
+  while (!lock.try_lock() && !engine.in_call) std::this_thread::yield();
   return lock;
 }
 
@@ -92,6 +101,7 @@ extern "C" fsdp_status fsdp_torch_around_backward(bool begins,
   GUARDED(error) {
     for (const auto &engine : fsdp_torch::engines_that_live()) {
       auto lock = fsdp_torch::lock_of(*engine);
+      if (!lock.owns_lock()) continue;
       if (!fsdp_torch::is_concerned(*engine, begins)) continue;
       const fsdp_torch::EngineCall call(*engine, std::move(lock));
       const fsdp_status status =

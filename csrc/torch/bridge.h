@@ -466,8 +466,9 @@ FSDP_NODISCARD fsdp_status fsdp_torch_engine_run_capture_stage(
     fsdp_torch_engine *engine, fsdp_torch_capture_stage stage,
     fsdp_error *error);
 
-/* What all engines do before (`begins`) and after a call of autograd's engine.
- * GIL; given up only while another thread holds an engine's lock. may block */
+/* What all engines do before (`begins`) and after a call of autograd's engine,
+ * but for those that another thread is in. GIL; given up only while another
+ * thread holds an engine's lock. may block */
 FSDP_NODISCARD fsdp_status fsdp_torch_around_backward(bool begins,
                                                       fsdp_error *error);
 /* What autograd knows a parameter of `fully_shard` as, if the object is one,

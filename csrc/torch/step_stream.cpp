@@ -52,7 +52,8 @@ EngineCall::EngineCall(Engine &engine) noexcept
 
 EngineCall::EngineCall(Engine &engine,
                        std::unique_lock<std::mutex> lock) noexcept
-    : lock_(std::move(lock)) {
+    : in_call_(engine.in_call), lock_(std::move(lock)) {
+  in_call_ = true;
   if (!engine.provider.has_streams()) return;
   const c10::Device device = engine.provider.device();
   const c10::impl::VirtualGuardImpl guard(device.type());
@@ -64,8 +65,10 @@ EngineCall::EngineCall(Engine &engine,
 }
 
 EngineCall::~EngineCall() {
-  if (!guard_ || is_beside_) return;
-  wait_for(guard_->original_stream(), guard_->current_stream());
+  if (guard_ && !is_beside_) {
+    wait_for(guard_->original_stream(), guard_->current_stream());
+  }
+  in_call_ = false;
 }
 
 void EngineCall::take(const at::Tensor &tensor) const {

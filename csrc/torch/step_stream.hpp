@@ -26,6 +26,7 @@
 #include <c10/core/Stream.h>
 #include <c10/core/StreamGuard.h>
 
+#include <atomic>
 #include <mutex>
 #include <optional>
 
@@ -53,6 +54,7 @@ class EngineCall {
 
  private:
   OutsideTransforms outside_;
+  std::atomic<bool> &in_call_;
   std::unique_lock<std::mutex> lock_;
   std::optional<c10::StreamGuard> guard_;  // the caller's stream is another one
   bool is_beside_ = false;                 // and neither waits for the other

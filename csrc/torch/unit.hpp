@@ -59,6 +59,8 @@ struct Engine {
   }
 
   std::mutex mutex;
+  // An EngineCall has the lock. Set with it.
+  std::atomic<bool> in_call{false};
   // None yet, or a device without streams. With the lock; step_stream.cpp
   std::optional<c10::Stream> step_stream;
   Provider provider;

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from helpers.distributed import distributed, every_strategy
+from helpers.groups import groups_destroyed
 from helpers.impl import BackwardPrefetch, ShardingStrategy, fsdp
 from helpers.models import DIM, Block, Chain, loss_of
 
@@ -21,6 +23,11 @@ def _deep(num_blocks: int = 10, dim: int = DIM) -> Chain:
 
 def _sharded(model: nn.Module, use_orig_params: bool, **kwargs: Any) -> Any:
     return fsdp(model, units={Block}, use_orig_params=use_orig_params, **kwargs)
+
+
+def _grads(model: nn.Module) -> list[list[float]]:
+    grads = [param.grad for param in model.parameters()]
+    return [grad.flatten().tolist() for grad in grads if grad is not None]
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
@@ -164,3 +171,33 @@ def test_no_python_frame_runs(
         loss = loss_of(model(x))
         assert _frames_of_backward(loss) == expected
     assert _frames_of_backward(loss_of(model(x))) == expected
+
+
+@pytest.mark.cpu_only("on a device no collective makes the host wait")
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=2)
+def test_ranks_begin_the_backwards_of_two_threads_in_other_orders(
+    rank: int, use_orig_params: bool
+) -> None:
+    """Each rank's first backward waits for the other rank's second one."""
+    with groups_destroyed():
+        models = [
+            _sharded(_deep(2), use_orig_params, process_group=dist.new_group())
+            for _ in range(2)
+        ]
+        x = torch.randn(4, 6)
+        for model in models:
+            loss_of(model(x)).backward()
+        alone = [_grads(model) for model in models]
+        for model in models:
+            model.zero_grad()
+        losses = [loss_of(model(x)) for model in models]
+        first = threading.Thread(target=losses[rank].backward)
+        first.start()
+        while not models[rank]._engine.in_backward:
+            time.sleep(0.01)
+        time.sleep(0.2)  # it is in a collective
+        losses[1 - rank].backward()
+        first.join()
+        assert [_grads(model) for model in models] == alone
+        del models, model, losses, first
