@@ -49,7 +49,7 @@ def run_fresh(module: str, *words: str, **env: str) -> str:
         timeout=TIMEOUT_S,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-6000:]
+    assert done.returncode == 0, f"exit {done.returncode}: {done.stderr[-6000:]}"
     return done.stdout
 
 
