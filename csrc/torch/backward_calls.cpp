@@ -53,12 +53,14 @@ std::vector<std::shared_ptr<Engine>> engines_that_live() {
 }
 
 // Note [Engines of other threads]
-// Another thread that is in a call of its engine is in a step of its own: this
-// backward is not its graph's. Its call may be waiting for other ranks, and
-// they for this thread: ranks may be threads of one process, and with two
-// models in two threads each rank may have come to another one first. So
-// nothing waits for such a call. Who has the lock outside of a call soon gives
-// it up, but may wait for the GIL.
+// Another thread that is in a call of its engine is in a step of its own, as a
+// rule: this backward is not its graph's. Its call may be waiting for other
+// ranks, and they for this thread: ranks may be threads of one process, and
+// with two models in two threads each rank may have come to another one first.
+// So nothing waits for such a call. An engine is left out also while another
+// thread calls it between steps (a state dict beside training), which no
+// thread may do to a model that is being trained. Who has the lock outside of a
+// call soon gives it up, but may wait for the GIL.
 //
 // The engine's lock, or none: it is in another thread's call.
 std::unique_lock<std::mutex> lock_of(Engine &engine) {
