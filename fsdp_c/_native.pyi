@@ -310,7 +310,7 @@ class Placement:
 
 def build_info() -> dict[str, str]: ...
 def choose_alignment(
-    param_itemsize: int, use_orig_params: bool, is_cpu: bool
+    param_itemsize: int, use_orig_params: bool, is_cpu: bool, unit_nbytes: int
 ) -> tuple[int, bool, bool]:
     """(itemsize, align_params, align_shards) of a unit's layout."""
 

@@ -63,10 +63,12 @@ PyDoc_STRVAR(
 
 PyDoc_STRVAR(
     choose_alignment_doc,
-    "choose_alignment($module, /, param_itemsize, use_orig_params, is_cpu)\n"
+    "choose_alignment($module, /, param_itemsize, use_orig_params, is_cpu,\n"
+    "                 unit_nbytes)\n"
     "--\n\n"
     "The (itemsize, align_params, align_shards) of a unit that computes in a\n"
-    "dtype of param_itemsize bytes (0: in the parameters' own).");
+    "dtype of param_itemsize bytes (0: in the parameters' own) and has\n"
+    "parameters of unit_nbytes.");
 
 PyDoc_STRVAR(
     plan_step_doc,

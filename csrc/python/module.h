@@ -138,7 +138,7 @@ PyObject *fsdp_module_watched_engine(PyObject *module, PyObject *engine);
 /* plan.c: plan_step(units, events, shard_link, replica_link, ...). */
 PyObject *fsdp_module_plan_step(PyObject *module, PyObject *args,
                                 PyObject *kwargs);
-/* choose_alignment(param_itemsize, use_orig_params, is_cpu). */
+/* choose_alignment(param_itemsize, use_orig_params, is_cpu, unit_nbytes). */
 PyObject *fsdp_module_choose_alignment(PyObject *module, PyObject *args,
                                        PyObject *kwargs);
 

@@ -11,15 +11,16 @@
 PyObject *fsdp_module_choose_alignment(PyObject *Py_UNUSED(module),
                                        PyObject *args, PyObject *kwargs) {
   static const char *const keywords[] = {"param_itemsize", "use_orig_params",
-                                         "is_cpu", NULL};
+                                         "is_cpu", "unit_nbytes", NULL};
   int param_itemsize, use_orig_params, is_cpu;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ipp:choose_alignment",
+  long long unit_nbytes;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ippL:choose_alignment",
                                    FSDP_KEYWORDS(keywords), &param_itemsize,
-                                   &use_orig_params, &is_cpu)) {
+                                   &use_orig_params, &is_cpu, &unit_nbytes)) {
     return NULL;
   }
-  const fsdp_alignment alignment =
-      fsdp_alignment_choose(param_itemsize, use_orig_params != 0, is_cpu != 0);
+  const fsdp_alignment alignment = fsdp_alignment_choose(
+      param_itemsize, use_orig_params != 0, is_cpu != 0, unit_nbytes);
   return Py_BuildValue("iNN", (int)alignment.itemsize,
                        PyBool_FromLong(alignment.params),
                        PyBool_FromLong(alignment.shards)); /* N steals */

@@ -80,14 +80,18 @@ void choose_dtypes(Unit &unit, const fsdp_torch_unit_options &options) {
   }
 }
 
-fsdp_alignment choose_alignment(const Unit &unit, PyObject *param_dtype) {
-  int32_t itemsize = 0;
-  if (param_dtype != nullptr) {
-    itemsize =
-        core_dtype(dtype_or(param_dtype, at::ScalarType::Float)).itemsize;
+// Of a unit that has its table.
+fsdp_alignment choose_alignment(const Unit &unit) {
+  int64_t nbytes = 0;
+  for (int64_t i = 0; i < fsdp_param_table_num_params(unit.table); i++) {
+    const fsdp_param_spec *spec = fsdp_param_table_spec(unit.table, i);
+    nbytes += spec->numel * spec->dtype.itemsize;
   }
+  const auto dtype = static_cast<at::ScalarType>(unit.param_dtype_code);
+  const int32_t itemsize =
+      unit.param_dtype_code < 0 ? 0 : core_dtype(dtype).itemsize;
   return fsdp_alignment_choose(itemsize, unit.use_orig_params,
-                               unit.device.is_cpu());
+                               unit.device.is_cpu(), nbytes);
 }
 
 // The elements of a row of each use.
@@ -138,13 +142,14 @@ fsdp_status make_layout(Unit &unit, const std::vector<fsdp_param_spec> &specs,
                                            by_param(unit, row_numels).data(),
                                            world_size, &unit.layout, error);
   }
+  const fsdp_alignment alignment = choose_alignment(unit);
   unit.block_numels = std::move(block_numels);
   if (!unit.block_numels.empty()) {
     return fsdp_flat_layout_create_in_blocks(
         unit.table, by_param(unit, unit.block_numels).data(), world_size,
-        unit.alignment, &unit.layout, error);
+        alignment, &unit.layout, error);
   }
-  return fsdp_flat_layout_create(unit.table, world_size, unit.alignment,
+  return fsdp_flat_layout_create(unit.table, world_size, alignment,
                                  &unit.layout, error);
 }
 
@@ -408,7 +413,6 @@ fsdp_status fsdp_torch_unit_create(const fsdp_torch_unit_options *options,
         fsdp_torch::group_from(options->part_group, self->device);
 
     const auto specs = fsdp_torch::specs_of(*self, *options);
-    self->alignment = fsdp_torch::choose_alignment(*self, options->param_dtype);
     fsdp_status status = fsdp_torch::make_layout(
         *self, specs, fsdp_torch::row_numels_of(*options),
         fsdp_torch::block_numels_of(*options), error);
@@ -449,7 +453,6 @@ fsdp_status fsdp_torch_unit_clone(const fsdp_torch_unit *source,
     self->replica_group = from.replica_group;
     self->shard_group.c10d = nullptr;  // belongs to the units of one engine
     self->replica_group.c10d = nullptr;
-    self->alignment = from.alignment;
     self->settings = from.settings;
     std::vector<fsdp_param_spec> specs;
     for (int64_t i = 0; i < num_uses; i++) {

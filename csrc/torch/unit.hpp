@@ -255,11 +255,10 @@ struct Unit : std::enable_shared_from_this<Unit> {
   Group replica_group;
   Group part_group;
   bool is_by_rows = false;
-  fsdp_torch_face face = {};      // by rows; all null: the owner is gone
-  fsdp_torch_watch watch = {};    // likewise of any unit; all null: nothing
-  bool grads_are_new = false;     // by rows: to be shown at the end of backward
-  bool has_left_params = false;   // only graphs of earlier forwards have it
-  fsdp_alignment alignment = {};  // of the layout
+  fsdp_torch_face face = {};     // by rows; all null: the owner is gone
+  fsdp_torch_watch watch = {};   // likewise of any unit; all null: nothing
+  bool grads_are_new = false;    // by rows: to be shown at the end of backward
+  bool has_left_params = false;  // only graphs of earlier forwards have it
   std::vector<int64_t> block_numels;  // likewise; per use, or empty
   fsdp_unit_options settings = {};    // without what points somewhere
   fsdp_param_table *table = nullptr;

@@ -139,6 +139,7 @@ class Config:
             0 if param_dtype is None else param_dtype.itemsize,
             use_orig_params=self.use_orig_params,
             is_cpu=is_cpu,
+            unit_nbytes=sum(numel * dtype.itemsize for numel, dtype, _ in params),
         )
         return _native.Layout(
             params,

@@ -341,16 +341,20 @@ TEST(test_hundred_thousand_ranks) {
   plan_fixture_fini(&self);
 }
 
-/* FSDP1's shapes on the CPU; everything aligned elsewhere. */
+/* FSDP1's shapes; large units of an accelerator are aligned. */
 TEST(test_alignment) {
-  const fsdp_alignment flat = fsdp_alignment_choose(0, false, true);
+  const fsdp_alignment flat = fsdp_alignment_choose(0, false, true, INT64_MAX);
   CHECK_I64(flat.itemsize, FSDP_ALIGNMENT_NBYTES);
   CHECK(!flat.params && !flat.shards);
-  const fsdp_alignment orig = fsdp_alignment_choose(2, true, true);
+  const fsdp_alignment orig = fsdp_alignment_choose(2, true, true, INT64_MAX);
   CHECK_I64(orig.itemsize, 2);
   CHECK(orig.params && !orig.shards);
-  const fsdp_alignment device = fsdp_alignment_choose(2, false, false);
-  CHECK(device.params && device.shards);
+  const fsdp_alignment small =
+      fsdp_alignment_choose(2, false, false, FSDP_LARGE_UNIT_NBYTES - 1);
+  CHECK(!small.params && !small.shards);
+  const fsdp_alignment large =
+      fsdp_alignment_choose(2, false, false, FSDP_LARGE_UNIT_NBYTES);
+  CHECK(large.params && large.shards);
 }
 
 /* Two units' activations are there at once, not three. */

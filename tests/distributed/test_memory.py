@@ -34,7 +34,7 @@ from helpers.transports import num_scratches
 ALIGNMENT_NBYTES = 16
 SEGMENT_ALIGNMENT_NBYTES = 256
 ON_HOST = TEST_DEVICE == "cpu"
-ALIGNS_SHARDS = not ON_HOST
+LARGE_UNIT_NBYTES = 1 << 20
 KEYS = {
     "num_clients",
     "num_blocks",
@@ -75,7 +75,10 @@ def _shards(
 ) -> dict[tuple[torch.dtype, bool], int]:
     """Return the bytes of a shard of each segment, by (dtype, requires_grad)."""
     numels: dict[tuple[torch.dtype, bool], int] = {}
-    aligns_params = use_orig_params or ALIGNS_SHARDS
+    params = list(params)
+    unit_nbytes = sum(param.numel() * param.element_size() for param in params)
+    aligns_all = not ON_HOST and unit_nbytes >= LARGE_UNIT_NBYTES
+    aligns_params = use_orig_params or aligns_all
     for param in params:
         alignment = ALIGNMENT_NBYTES // min(compute_itemsize, param.element_size())
         key = (param.dtype, param.requires_grad)
@@ -84,7 +87,7 @@ def _shards(
     shards = {}
     for (dtype, trains), numel in numels.items():
         alignment = ALIGNMENT_NBYTES // min(compute_itemsize, dtype.itemsize)
-        shard = _round_up(-(-numel // world_size), alignment if ALIGNS_SHARDS else 1)
+        shard = _round_up(-(-numel // world_size), alignment if aligns_all else 1)
         shards[dtype, trains] = shard * dtype.itemsize
     return shards
 

@@ -9,24 +9,30 @@
 
 #include "layout/flat_layout.h"
 
+/* A unit with parameters of so many bytes takes longer than its launches. */
+enum { FSDP_LARGE_UNIT_NBYTES = 1 << 20 };
+
 /*
- * On the CPU the alignment is FSDP1's, so that shards have FSDP1's shapes: only
- * parameters are aligned, and only with use_orig_params. An accelerator aligns
- * parameters and shards, because collectives and kernels are slower over
+ * The alignment is FSDP1's, so that shards have FSDP1's shapes: parameters are
+ * aligned with use_orig_params, shards are not. An accelerator aligns both in
+ * large units, because collectives and matrix products are slower over
  * unaligned addresses.
  *
  * param_itemsize  bytes of the dtype in which the unit computes; 0: the
  *                 parameters' own dtypes.
+ * unit_nbytes     of the unit's parameters, in their own dtypes.
  */
 static inline fsdp_alignment fsdp_alignment_choose(int32_t param_itemsize,
                                                    bool use_orig_params,
-                                                   bool is_cpu) {
+                                                   bool is_cpu,
+                                                   int64_t unit_nbytes) {
+  const bool is_fast = !is_cpu && unit_nbytes >= FSDP_LARGE_UNIT_NBYTES;
   fsdp_alignment alignment;
   /* The largest value makes each segment use its own itemsize. */
   alignment.itemsize =
       param_itemsize > 0 ? param_itemsize : FSDP_ALIGNMENT_NBYTES;
-  alignment.params = use_orig_params || !is_cpu;
-  alignment.shards = !is_cpu;
+  alignment.params = use_orig_params || is_fast;
+  alignment.shards = is_fast;
   return alignment;
 }
 

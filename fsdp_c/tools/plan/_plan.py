@@ -73,8 +73,7 @@ class Settings:
         steps_whole: With muon: of a parameter, by name and unsharded shape, whether
             Muon steps it; AdamW has the others. None: matrices whose names have no
             embed, head, wte or wpe.
-        on_cpu: Train on the CPU (FSDP1's shapes); else on an accelerator, where
-            parameters and shards are aligned.
+        on_cpu: Train on the CPU; else on an accelerator, which aligns large units.
         recomputes: Every unit but the root and those inside others is recomputed in
             backward (activation checkpointing inside the unit).
         num_batches: Micro-batches of a step.
