@@ -51,6 +51,7 @@ typedef struct unit_object {
   PyObject *watched;    /* tuple of (dict, key, value), or NULL: see watch() */
   PyObject *on_change;  /* callable; NULL exactly when `watched` is */
   PyObject *on_forward; /* callable, or NULL: see note_forwards() */
+  PyObject *on_failure; /* callable, or NULL: see note_failures() */
   /* unit_rows.c, of a unit by rows: see bind_rows(). */
   PyObject *places;       /* tuple of Place; NULL: not by rows, or cleared */
   PyObject *make_grad;    /* callable */
@@ -79,9 +80,10 @@ int fsdp_unit_object_enter_forward(unit_object *self);
 /* Ends that; keeps an exception that is set. 0, or -1 with an exception. */
 int fsdp_unit_object_leave_forward(unit_object *self);
 
-/* unit_forward.c: Unit.watch(items, on_change), Unit.note_forwards(function)
- * and Unit.forward(module, args, kwargs). */
+/* unit_forward.c: Unit.watch(items, on_change), Unit.note_forwards(function),
+ * Unit.note_failures(function) and Unit.forward(module, args, kwargs). */
 PyObject *fsdp_unit_object_note_forwards(PyObject *object, PyObject *function);
+PyObject *fsdp_unit_object_note_failures(PyObject *object, PyObject *function);
 PyObject *fsdp_unit_object_watch(PyObject *object, PyObject *args);
 PyObject *fsdp_unit_object_forward(PyObject *object, PyObject *const *args,
                                    Py_ssize_t num_args);

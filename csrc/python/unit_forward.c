@@ -69,15 +69,26 @@ static void format_exception(PyObject *type, PyObject *value, char *text,
   }
 }
 
+/* What the function raises itself is dropped: the first exception counts. */
+static void tell_of_failure(const unit_object *self, PyObject *value,
+                            PyObject *traceback) {
+  if (self->on_failure == NULL || value == NULL) return;
+  if (traceback != NULL) (void)PyException_SetTraceback(value, traceback);
+  PyObject *result = PyObject_CallOneArg(self->on_failure, value);
+  if (result == NULL) PyErr_Clear();
+  Py_XDECREF(result);
+}
+
 /* Leaves forward after a failure; keeps the Python exception that is set. */
-static void abandon(fsdp_torch_unit *unit) {
+static void abandon(const unit_object *self) {
   PyObject *type, *value, *traceback;
   char reason[320];
   PyErr_Fetch(&type, &value, &traceback);
   PyErr_NormalizeException(&type, &value, &traceback);
   format_exception(type, value, reason, sizeof reason);
+  tell_of_failure(self, value, traceback); /* while units are as they were */
   Py_BEGIN_ALLOW_THREADS;
-  fsdp_torch_unit_abandon_forward(unit, reason);
+  fsdp_torch_unit_abandon_forward(self->unit, reason);
   Py_END_ALLOW_THREADS;
   PyErr_Restore(type, value, traceback);
 }
@@ -160,6 +171,12 @@ PyObject *fsdp_unit_object_note_forwards(PyObject *object, PyObject *function) {
   Py_RETURN_NONE;
 }
 
+PyObject *fsdp_unit_object_note_failures(PyObject *object, PyObject *function) {
+  unit_object *self = (unit_object *)object;
+  Py_XSETREF(self->on_failure, Py_NewRef(function));
+  Py_RETURN_NONE;
+}
+
 /* 0, or -1 with an exception. */
 static int tell_of_forward(const unit_object *self) {
   if (self->on_forward == NULL) return 0;
@@ -233,9 +250,10 @@ static int hook_outputs(hook_context *hook, PyObject *output) {
 
 /* Runs `module` between pre_forward and post_forward. begin_ns: of the span
  * before it. */
-static PyObject *run_module(const module_state *state, fsdp_torch_unit *unit,
-                            PyObject *module, PyObject *args, PyObject *kwargs,
-                            int64_t begin_ns) {
+static PyObject *run_module(unit_object *self, PyObject *module, PyObject *args,
+                            PyObject *kwargs, int64_t begin_ns) {
+  const module_state *state = state_of_object((PyObject *)self);
+  fsdp_torch_unit *unit = self->unit;
   FSDP_LOCAL_ERROR(error);
   fsdp_status status;
   PyObject *output;
@@ -279,16 +297,17 @@ static PyObject *run_module(const module_state *state, fsdp_torch_unit *unit,
 
 fail:
   fsdp_torch_unit_end_span(unit, FSDP_TIMELINE_POST_FORWARD, begin_ns);
-  abandon(unit);
+  abandon(self);
   Py_XDECREF(output);
   return NULL;
 }
 
-static PyObject *run_forward(const module_state *state, fsdp_torch_unit *unit,
-                             PyObject *module, PyObject *args, PyObject *kwargs,
+static PyObject *run_forward(unit_object *self, PyObject *module,
+                             PyObject *args, PyObject *kwargs,
                              int64_t begin_ns) {
-  if (hook_inputs(state, unit, &args, &kwargs) < 0) return NULL;
-  PyObject *output = run_module(state, unit, module, args, kwargs, begin_ns);
+  const module_state *state = state_of_object((PyObject *)self);
+  if (hook_inputs(state, self->unit, &args, &kwargs) < 0) return NULL;
+  PyObject *output = run_module(self, module, args, kwargs, begin_ns);
   Py_DECREF(args);
   Py_DECREF(kwargs);
   return output;
@@ -296,15 +315,16 @@ static PyObject *run_forward(const module_state *state, fsdp_torch_unit *unit,
 
 /* Casts the inputs and runs. */
 static PyObject *cast_and_run(PyObject *object, PyObject *const *args) {
-  fsdp_torch_unit *unit = ((unit_object *)object)->unit;
+  unit_object *self = (unit_object *)object;
+  fsdp_torch_unit *unit = self->unit;
   const module_state *state = state_of_object(object);
 
   const int64_t begin_ns = fsdp_torch_unit_begin_span(unit);
-  if (check_watched((unit_object *)object) < 0) return NULL;
+  if (check_watched(self) < 0) return NULL;
   cast_context context = {.unit = unit};
   fsdp_torch_unit_input_cast(unit, &context.cast);
   if (!context.cast.is_needed) {
-    return run_forward(state, unit, args[0], args[1], args[2], begin_ns);
+    return run_forward(self, args[0], args[1], args[2], begin_ns);
   }
 
   PyObject *output = NULL;
@@ -314,7 +334,7 @@ static PyObject *cast_and_run(PyObject *object, PyObject *const *args) {
   if (inputs == NULL) goto done;
   keywords = fsdp_nested_map(state, args[2], cast_tensor, &context);
   if (keywords == NULL) goto done;
-  output = run_forward(state, unit, args[0], inputs, keywords, begin_ns);
+  output = run_forward(self, args[0], inputs, keywords, begin_ns);
 done:
   Py_XDECREF(inputs);
   Py_XDECREF(keywords);

@@ -145,6 +145,7 @@ static int unit_traverse(PyObject *object, visitproc visit, void *arg) {
   Py_VISIT(self->watched);
   Py_VISIT(self->on_change);
   Py_VISIT(self->on_forward);
+  Py_VISIT(self->on_failure);
   return fsdp_unit_object_visit_rows(self, visit, arg);
 }
 
@@ -154,6 +155,7 @@ static int unit_clear(PyObject *object) {
   Py_CLEAR(self->watched);
   Py_CLEAR(self->on_change);
   Py_CLEAR(self->on_forward);
+  Py_CLEAR(self->on_failure);
   fsdp_unit_object_clear_rows(self);
   return 0;
 }
@@ -425,6 +427,9 @@ PyDoc_STRVAR(unit_watch_doc,
 PyDoc_STRVAR(unit_note_doc,
              "note_forwards($self, function, /)\n--\n\n"
              "Let forward call function() first; None: nothing.");
+PyDoc_STRVAR(unit_note_failures_doc,
+             "note_failures($self, function, /)\n--\n\n"
+             "Let a forward that fails call function(exception).");
 PyDoc_STRVAR(
     unit_show_doc,
     "show_kept($self, shows, /)\n--\n\n"
@@ -526,6 +531,8 @@ static PyMethodDef unit_methods[] = {
      METH_VARARGS | METH_KEYWORDS, unit_summon_doc},
     {"watch", fsdp_unit_object_watch, METH_VARARGS, unit_watch_doc},
     {"note_forwards", fsdp_unit_object_note_forwards, METH_O, unit_note_doc},
+    {"note_failures", fsdp_unit_object_note_failures, METH_O,
+     unit_note_failures_doc},
     {"show_kept", unit_show_kept, METH_O, unit_show_doc},
     {"replace_param", unit_replace_param, METH_VARARGS, unit_replace_doc},
     {"leave_params", unit_leave_params, METH_NOARGS, unit_leave_params_doc},

@@ -28,6 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fsdp_c import _native
 from fsdp_c._engines.in_backward import adopt_in_backward_optimizers
 from fsdp_c._engines.order_warning import watch_order
+from fsdp_c._engines.shard_reads import explain_shard_reads
 from fsdp_c._torch_compat import (
     interpreted_with_callees,
     outside_transforms,
@@ -85,10 +86,12 @@ def _make_engine(module: nn.Module) -> None:
         adopt_in_backward_optimizers(owner)
     engine = _native.Engine(units)
     _watch_backwards()
+    owned = list(zip(owners, units, strict=True))
+    explain_shard_reads(owned)
     is_debugging = c10d.get_debug_level() != c10d.DebugLevel.OFF  # INFO or DETAIL
     engine.check_order(is_debugging)
     if is_debugging:
-        watch_order(list(zip(owners, units, strict=True)))
+        watch_order(owned)
     running = Running(engine, tuple(map(weakref.ref, owners)))
     for owner in owners:
         owner.join_engine(running)

@@ -1,5 +1,6 @@
 """register_forward_method: other methods than forward run with whole parameters."""
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,9 +13,35 @@ from fsdp_c import register_fsdp_forward_method
 from helpers.distributed import distributed
 from helpers.impl import FSDP, MixedPrecision, fsdp
 from helpers.models import Block
-from helpers.rows import APIS, in_either_api
+from helpers.rows import APIS, in_either_api, shard_by
 
 register: Any = fsdp_c.register_forward_method
+
+
+class Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 6)
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        return self.table(ids)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if ids.dim() != 1:
+            raise ValueError("one sequence, please")
+        return self.look_up(ids)
+
+
+class Reader(nn.Module):
+    """Calls a unit, or a method of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = Tokens()
+        self.out = nn.Linear(6, 2)
+
+    def forward(self, ids: Tensor, calls: bool) -> Tensor:
+        return self.out(self.tokens(ids) if calls else self.tokens.look_up(ids))
 
 
 class Coder(nn.Module):
@@ -111,6 +138,32 @@ def test_without_registration() -> None:
     assert model.size == 3
     with pytest.raises(AttributeError, match="nothing"):
         _ = model.nothing
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
+@pytest.mark.parametrize("api", APIS)
+@distributed(world_size=2)
+def test_who_reads_shards_is_named(api: str) -> None:
+    """In a note, where the unit was not called; what it raises itself has none."""
+    model = shard_by(api, Reader(), {Tokens})
+    tokens = model.tokens
+    ids = torch.tensor([1, 2, 3])
+    for _ in range(2):  # the second time of another step
+        with pytest.raises(RuntimeError) as caught:
+            model(ids, calls=False)
+        (note,) = caught.value.__notes__
+        assert "Embedding 'table' ran with shards: it belongs to unit 'tokens'" in note
+        remedy = "register_fsdp_forward" if api == "fully_shard" else "register_forward"
+        assert remedy in note
+        with pytest.raises(ValueError, match="one sequence") as told:
+            model(ids.unsqueeze(0), calls=True)
+        assert not hasattr(told.value, "__notes__")
+        model(ids, calls=True).sum().backward()
+    if api == "fully_shard":
+        register_fsdp_forward_method(tokens, "look_up")
+    else:
+        register(tokens, "look_up")
+    model(ids, calls=False).sum().backward()
 
 
 @distributed(world_size=2)
