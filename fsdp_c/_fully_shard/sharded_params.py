@@ -187,14 +187,24 @@ class ShardedParams:
             )
         arguments = self._arguments
         device = torch.device("cpu") if arguments.offloads else arguments.device
-        for place in self.places:
-            param = self.sharded[place.param]
-            if local_of(param).device.type != device.type:
-                raise RuntimeError(
-                    f"parameter {prefix + place.fqn!r} is on "
-                    f"{local_of(param).device}, but its group keeps its shards on "
-                    f"{device}: move the module there"
-                )
+        elsewhere = [
+            (prefix + place.fqn, local_of(self.sharded[place.param]).device)
+            for place in self.places
+            if local_of(self.sharded[place.param]).device.type != device.type
+        ]
+        if elsewhere and arguments.offloads:  # torch's words
+            raise RuntimeError(
+                "FSDP parameters should be materialized on CPU when enabling CPU "
+                "offloading. For example, load a CPU state dict or call "
+                'module.to_empty(device="cpu"). Found following parameters on non-CPU '
+                f"device: {elsewhere}"
+            )
+        if elsewhere:
+            fqn, other = elsewhere[0]
+            raise RuntimeError(
+                f"parameter {fqn!r} is on {other}, but its group keeps its shards on "
+                f"{device}: move the module there"
+            )
 
     def _check_data(self, prefix: str) -> None:
         """Check that nobody set ``data``; later the unit does.

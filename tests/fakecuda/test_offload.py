@@ -19,6 +19,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_c
@@ -450,3 +451,21 @@ def test_shards_stay_in_host_memory() -> None:
             call()
     model.to("cpu", torch.float64)
     model(x.double()).sum().backward()
+
+
+@distributed(world_size=2, device="cuda")
+def test_shards_that_were_made_on_the_device() -> None:
+    """Torch's words, all parameters named; memory of the host is what they need."""
+    with torch.device("meta"):
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+    fsdp_c.fully_shard(model, offload_policy=CPUOffloadPolicy())
+    x = torch.ones(2, 4, device="cuda")
+    model.to_empty(device="cuda")
+    words = (
+        r'to_empty\(device="cpu"\). Found following parameters on non-CPU device: '
+        r"\[\('0.weight', device\(type='cuda'.*'0.bias'.*'1.weight'"
+    )
+    with pytest.raises(RuntimeError, match=words):
+        model(x)
+    model.to_empty(device="cpu")
+    model(x).sum().backward()
