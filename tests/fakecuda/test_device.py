@@ -109,6 +109,34 @@ def test_layers(name: str, dtype: torch.dtype, is_training: bool) -> None:
         assert torch.equal(ours, theirs)
 
 
+@on_device
+def test_batch_norm_with_statistics_in_fp32() -> None:
+    """Weights in bf16 beside them, which only CUDA takes, and in backward only once."""
+    with torch.device("cpu"):
+        layer = nn.BatchNorm1d(4)
+        x = torch.randn(3, 4, dtype=torch.bfloat16)
+    found = []
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
+        model = copy.deepcopy(layer).to(device)
+        for param in model.parameters():
+            param.data = param.data.to(dtype)
+        mine = x.detach().clone().to(device).requires_grad_()
+        out = model(mine)
+        out.float().square().mean().backward()
+        assert all(param.grad.dtype == dtype for param in model.parameters())
+        grads = [param.grad.bfloat16() for param in model.parameters()]
+        values = [out, mine.grad, *grads, *model.buffers()]
+        found.append([each.detach().cpu() for each in values])
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+    images = torch.ones(2, 4, 3, 3, dtype=torch.bfloat16)
+    wide = nn.BatchNorm2d(4)
+    wide.weight.data = wide.weight.data.bfloat16()
+    wide.bias.data = wide.bias.data.bfloat16()
+    with pytest.raises(RuntimeError, match="Expected running_mean to have type BF"):
+        wide(images).sum().backward()
+
+
 OPTIMIZERS = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False),

@@ -370,27 +370,77 @@ bool append_argument(std::string &key, const IValue &value) {
   return true;
 }
 
+// Where a normalisation has its weights, and batch norm its statistics behind
+// them: the first and the end. Empty for other operators.
+std::pair<size_t, size_t> places_of_weights(const c10::FunctionSchema &schema) {
+  static const std::map<std::string, std::pair<size_t, size_t>> places = {
+      {"aten::native_layer_norm", {2, 3}},
+      {"aten::native_group_norm", {1, 2}},
+      {"aten::native_batch_norm", {1, 5}},
+      {"aten::native_batch_norm_backward", {2, 5}}};
+  const auto found = places.find(schema.name());
+  return found == places.end() ? std::make_pair(size_t{0}, size_t{0})
+                               : found->second;
+}
+
+bool has_dtype(const IValue &value, at::ScalarType dtype) {
+  return value.isTensor() && value.toTensor().defined() &&
+         value.toTensor().scalar_type() == dtype;
+}
+
 // Meta tensors have what CUDA returns. The CPU's kernels, which run here, keep
 // the statistics of a normalisation in the dtype of its input, unless its
 // weights have another.
 void use_dtypes_of_host(const c10::OperatorHandle &op, Inference &made) {
-  const std::string &name = op.schema().name();
-  size_t weight_index = 1;
-  if (name == "aten::native_layer_norm") {
-    weight_index = 2;
-  } else if (name != "aten::native_group_norm" &&
-             name != "aten::native_batch_norm") {
+  const auto [first, end] = places_of_weights(op.schema());
+  if (end == 0 || op.schema().name() == "aten::native_batch_norm_backward") {
     return;
   }
-  const at::Tensor &input = made.arguments[0].toTensor();
-  const IValue &weight = made.arguments[weight_index];
-  const bool is_mixed = weight.isTensor() && weight.toTensor().defined() &&
-                        weight.toTensor().scalar_type() != input.scalar_type();
-  const at::ScalarType dtype = is_mixed ? at::kFloat : input.scalar_type();
+  at::ScalarType dtype = made.arguments[0].toTensor().scalar_type();
+  for (size_t i = first; i < end; i++) {
+    if (has_dtype(made.arguments[i], at::kFloat)) dtype = at::kFloat;
+  }
   for (size_t i = 1; i < made.results.size(); i++) {
     const at::Tensor &old = made.results[i].toTensor();
     made.results[i] = at::empty(old.sizes(), old.options().dtype(dtype));
   }
+}
+
+// CUDA's batch norm takes weights of the input's dtype beside statistics in
+// fp32. The CPU's takes both in one dtype.
+void use_one_dtype(const c10::FunctionSchema &schema, Stack &operands) {
+  const auto [first, end] = places_of_weights(schema);
+  if (end - first < 2) return;
+  const size_t statistics = end - 2;
+  if (!has_dtype(operands[statistics], at::kFloat)) return;
+  for (size_t i = first; i < statistics; i++) {
+    operands[i] = convert_tensors(operands[i], [](const at::Tensor &each) {
+      return each.defined() ? each.to(at::kFloat) : each;
+    });
+  }
+}
+
+// In backward only CUDA's kernel for channels that lie side by side takes them.
+void check_statistics(const c10::FunctionSchema &schema,
+                      const Stack &arguments) {
+  if (schema.name() != "aten::native_batch_norm_backward") return;
+  const at::Tensor input = arguments[1].toTensor();
+  const bool are_channels_last =
+      input.is_contiguous(at::MemoryFormat::ChannelsLast) ||
+      input.is_contiguous(at::MemoryFormat::ChannelsLast3d) ||
+      (input.is_contiguous() && input.stride(1) == 1);
+  const auto optional = [&](size_t index) {
+    const IValue &value = arguments[index];
+    return value.isTensor() ? value.toTensor() : at::Tensor();
+  };
+  const at::Tensor weight = optional(2);
+  const at::Tensor mean = optional(3);
+  if (are_channels_last || !mean.defined()) return;
+  const at::ScalarType expected =
+      (weight.defined() ? weight : input).scalar_type();
+  TORCH_CHECK(mean.scalar_type() == expected,
+              "Expected running_mean to have type ", expected, " but got ",
+              mean.scalar_type());
 }
 
 Inference infer_anew(const c10::OperatorHandle &op, const Stack &arguments) {
@@ -471,6 +521,7 @@ void run_later(const c10::OperatorHandle &op, Stack &arguments,
     const c10::FunctionSchema &own = op.schema();
     Stack stack = operands;  // it may run again: a graph's replay
     if (draw) give_generator(own, stack, draw());
+    use_one_dtype(own, stack);
     try {
       op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &stack);
       for (size_t i = 0; i < targets.size(); i++) {
@@ -500,6 +551,7 @@ struct OnHost : c10::OperatorKernel {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(
         c10::autocast_dispatch_keyset);
     const c10::cuda::CUDAGuard guard(check_devices(schema, arguments));
+    check_statistics(schema, arguments);
     if (!tells_the_host(schema)) {
       const std::shared_ptr<const Inference> inference = infer(op, arguments);
       if (inference->is_possible || is_in_place(schema)) {
