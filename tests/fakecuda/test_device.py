@@ -419,6 +419,43 @@ def test_messages_and_averages(rank: int) -> None:
     assert largest.tolist() == [1, 5]
 
 
+@distributed(world_size=2, device="cuda")
+@pytest.mark.parametrize("shape", [(6, 4), (6, 4, 3, 3)])
+def test_batch_norm_over_ranks(rank: int, shape: tuple[int, ...]) -> None:
+    """As over the whole batch; rank 0 has more of it."""
+    with torch.device("cpu"):
+        whole = torch.randn(shape, requires_grad=True)
+        reference = nn.BatchNorm2d(4) if len(shape) == 4 else nn.BatchNorm1d(4)
+        torch.nn.init.normal_(reference.weight)
+    mine = slice(0, 4) if rank == 0 else slice(4, 6)
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(reference)).cuda()
+    x = whole.detach()[mine].cuda().requires_grad_()
+    out = model(x)
+    expected = reference(whole)
+    out.pow(3).sum().backward()
+    expected.pow(3).sum().backward()
+    grads = [param.grad for param in model.parameters()]
+    for each in grads:
+        dist.all_reduce(each)
+    found = [out, x.grad, *grads, *model.buffers()]
+    wanted = [expected[mine], whole.grad[mine]]
+    wanted += [param.grad for param in reference.parameters()]
+    wanted += reference.buffers()
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs)
+
+
+@on_device
+def test_products_of_two_dtypes_are_refused() -> None:
+    """By the call, with CUDA's text, as programs look for it."""
+    x = torch.ones(2, 4, dtype=torch.float16)
+    for bias in (True, False):
+        layer = nn.Linear(4, 4, bias=bias)
+        with pytest.raises(RuntimeError, match="mat1 and mat2 must have the same dty"):
+            layer(x)
+    torch.cuda.synchronize()
+
+
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_streams_under_sanitizers(sanitizer: str, tmp_path: Path) -> None:
     """Chains over streams, memory in their order, and graphs; then with a wait less."""

@@ -196,6 +196,139 @@ gru_cell_backward(const at::Tensor &grad_out, const at::Tensor &kept,
   return {grad_input, grad_hidden, grad_state, input_bias, hidden_bias};
 }
 
+// ---- Batch norm over ranks (SyncBatchNorm) ----------------------------------
+
+at::ScalarType wide_dtype(const at::Tensor &tensor) {
+  return tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+// All dimensions but that of channels.
+std::vector<int64_t> summed_dims(const at::Tensor &input) {
+  std::vector<int64_t> dims;
+  for (int64_t i = 0; i < input.dim(); i++) {
+    if (i != 1) dims.push_back(i);
+  }
+  return dims;
+}
+
+// Values of channels, to go with an input.
+at::Tensor by_channel(const at::Tensor &values, const at::Tensor &input) {
+  std::vector<int64_t> shape(static_cast<size_t>(input.dim()), 1);
+  shape[1] = values.numel();
+  return values.to(wide_dtype(input)).view(shape);
+}
+
+std::tuple<at::Tensor, at::Tensor> norm_stats(const at::Tensor &input,
+                                              double eps) {
+  const c10::cuda::CUDAGuard guard(input.device());
+  at::Tensor mean =
+      at::empty({input.size(1)}, input.options().dtype(wide_dtype(input)));
+  at::Tensor invstd = at::empty_like(mean);
+  enqueue([x = host_alias(input), to_mean = host_alias(mean),
+           to_invstd = host_alias(invstd), eps] {
+    const at::Tensor wide = x.to(to_mean.scalar_type());
+    const auto dims = summed_dims(x);
+    to_mean.copy_(wide.mean(dims));
+    to_invstd.copy_((wide.var(dims, false) + eps).rsqrt());
+  });
+  return {mean, invstd};
+}
+
+// Of all ranks, a row each.
+std::tuple<at::Tensor, at::Tensor> joined_stats(
+    const at::Tensor &input, const at::Tensor &means, const at::Tensor &invstds,
+    const OptionalTensor &running_mean, const OptionalTensor &running_var,
+    double momentum, double eps, const at::Tensor &counts) {
+  const c10::cuda::CUDAGuard guard(input.device());
+  at::Tensor mean = at::empty({means.size(1)}, means.options());
+  at::Tensor invstd = at::empty_like(mean);
+  enqueue([from = host_alias(means), from_invstd = host_alias(invstds),
+           count = host_alias(counts), to_mean = host_alias(mean),
+           to_invstd = host_alias(invstd), kept_mean = alias_of(running_mean),
+           kept_var = alias_of(running_var), momentum, eps] {
+    const at::Tensor each = count.to(from.scalar_type()).view({-1, 1});
+    const at::Tensor total = each.sum();
+    to_mean.copy_((from * each).sum(0) / total);
+    const at::Tensor var = from_invstd.pow(-2) - eps;
+    const at::Tensor squares =
+        ((var + (from - to_mean).square()) * each).sum(0);
+    to_invstd.copy_((squares / total + eps).rsqrt());
+    if (kept_mean) kept_mean->lerp_(to_mean.to(kept_mean->dtype()), momentum);
+    if (kept_var) {
+      kept_var->lerp_((squares / (total - 1)).to(kept_var->dtype()), momentum);
+    }
+  });
+  return {mean, invstd};
+}
+
+at::Tensor norm_elements(const at::Tensor &input, const OptionalTensor &weight,
+                         const OptionalTensor &bias, const at::Tensor &mean,
+                         const at::Tensor &invstd, double /*eps*/) {
+  const c10::cuda::CUDAGuard guard(input.device());
+  at::Tensor out = at::empty_like(input);
+  enqueue([x = host_alias(input), w = alias_of(weight), b = alias_of(bias),
+           m = host_alias(mean), s = host_alias(invstd), to = host_alias(out)] {
+    at::Tensor normal =
+        (x.to(wide_dtype(x)) - by_channel(m, x)) * by_channel(s, x);
+    if (w) normal = normal * by_channel(*w, x);
+    if (b) normal = normal + by_channel(*b, x);
+    to.copy_(normal);
+  });
+  return out;
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> norm_sums(
+    const at::Tensor &grad, const at::Tensor &input, const at::Tensor &mean,
+    const at::Tensor &invstd, const OptionalTensor &weight, bool is_input,
+    bool is_weight, bool is_bias) {
+  const c10::cuda::CUDAGuard guard(input.device());
+  const at::Tensor &like = weight && weight->defined() ? *weight : mean;
+  at::Tensor sum;
+  at::Tensor product;
+  at::Tensor grad_weight;
+  at::Tensor grad_bias;
+  if (is_input) sum = at::empty_like(mean);
+  if (is_input) product = at::empty_like(mean);
+  if (is_weight) grad_weight = at::empty_like(like);
+  if (is_bias) grad_bias = at::empty_like(like);
+  enqueue([g = host_alias(grad), x = host_alias(input), m = host_alias(mean),
+           s = host_alias(invstd), to_sum = alias_of(sum),
+           to_product = alias_of(product), to_weight = alias_of(grad_weight),
+           to_bias = alias_of(grad_bias)] {
+    const at::Tensor upstream = g.to(wide_dtype(x));
+    const auto dims = summed_dims(x);
+    const at::Tensor total = upstream.sum(dims);
+    const at::Tensor moved =
+        (upstream * (x.to(wide_dtype(x)) - by_channel(m, x))).sum(dims);
+    if (to_sum) to_sum->copy_(total);
+    if (to_product) to_product->copy_(moved);
+    if (to_weight) to_weight->copy_(moved * s);
+    if (to_bias) to_bias->copy_(total);
+  });
+  return {sum, product, grad_weight, grad_bias};
+}
+
+at::Tensor norm_gradient(const at::Tensor &grad, const at::Tensor &input,
+                         const at::Tensor &mean, const at::Tensor &invstd,
+                         const OptionalTensor &weight, const at::Tensor &sum,
+                         const at::Tensor &product, const at::Tensor &count) {
+  const c10::cuda::CUDAGuard guard(input.device());
+  at::Tensor out = at::empty_like(input);
+  enqueue([g = host_alias(grad), x = host_alias(input), m = host_alias(mean),
+           s = host_alias(invstd), w = alias_of(weight), all = host_alias(sum),
+           moved = host_alias(product), n = host_alias(count),
+           to = host_alias(out)] {
+    const at::Tensor total = n.sum().to(wide_dtype(x));
+    const at::Tensor scale = by_channel(s, x);
+    const at::Tensor normal = (x.to(wide_dtype(x)) - by_channel(m, x)) * scale;
+    at::Tensor result = g.to(wide_dtype(x)) - by_channel(all, x) / total -
+                        normal * scale * by_channel(moved, x) / total;
+    result = result * scale;
+    to.copy_(w ? result * by_channel(*w, x) : result);
+  });
+  return out;
+}
+
 }  // namespace
 
 void install_fused() {
@@ -207,6 +340,11 @@ void install_fused() {
   library.impl("_thnn_fused_lstm_cell_backward_impl", &lstm_cell_backward);
   library.impl("_thnn_fused_gru_cell", &gru_cell);
   library.impl("_thnn_fused_gru_cell_backward", &gru_cell_backward);
+  library.impl("batch_norm_stats", &norm_stats);
+  library.impl("batch_norm_gather_stats_with_counts", &joined_stats);
+  library.impl("batch_norm_elemt", &norm_elements);
+  library.impl("batch_norm_backward_reduce", &norm_sums);
+  library.impl("batch_norm_backward_elemt", &norm_gradient);
 }
 
 }  // namespace fakecuda

@@ -443,6 +443,20 @@ void check_statistics(const c10::FunctionSchema &schema,
               mean.scalar_type());
 }
 
+// Of a product of matrices, which meta tensors do not compare.
+void check_dtypes(const c10::FunctionSchema &schema, const Stack &arguments) {
+  static const std::map<std::string, size_t> places = {
+      {"aten::mm", 0}, {"aten::addmm", 1}, {"aten::addmm_", 1}};
+  const auto found = places.find(schema.name());
+  if (found == places.end()) return;
+  const auto dtype = [&](size_t index) {
+    return arguments[found->second + index].toTensor().scalar_type();
+  };
+  TORCH_CHECK(dtype(0) == dtype(1),
+              "mat1 and mat2 must have the same dtype, but got ", dtype(0),
+              " and ", dtype(1));
+}
+
 Inference infer_anew(const c10::OperatorHandle &op, const Stack &arguments) {
   Inference made;
   made.arguments = convert_stack(arguments, meta_of);
@@ -551,6 +565,7 @@ struct OnHost : c10::OperatorKernel {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(
         c10::autocast_dispatch_keyset);
     const c10::cuda::CUDAGuard guard(check_devices(schema, arguments));
+    check_dtypes(schema, arguments);
     check_statistics(schema, arguments);
     if (!tells_the_host(schema)) {
       const std::shared_ptr<const Inference> inference = infer(op, arguments);
@@ -587,7 +602,9 @@ const std::set<std::string> &kept_operators() {
       "aten::native_dropout", "aten::_fused_rms_norm_backward",
       "aten::_thnn_fused_lstm_cell",
       "aten::_thnn_fused_lstm_cell_backward_impl", "aten::_thnn_fused_gru_cell",
-      "aten::_thnn_fused_gru_cell_backward"};
+      "aten::_thnn_fused_gru_cell_backward", "aten::batch_norm_stats",
+      "aten::batch_norm_gather_stats_with_counts", "aten::batch_norm_elemt",
+      "aten::batch_norm_backward_reduce", "aten::batch_norm_backward_elemt"};
   return names;
 }
 
