@@ -319,7 +319,7 @@ typedef struct fsdp_torch_cast {
  * another device than the unit's are moved by the root, and by units that cast.
  */
 void fsdp_torch_unit_input_cast(const fsdp_torch_unit *unit,
-                                fsdp_torch_cast *cast);
+                                fsdp_torch_cast *cast) FSDP_NOEXCEPT;
 
 /* `tensor` as the cast wants it: a new reference to itself when it fits, else
  * to a converted tensor (autograd records the conversion). NULL with a Python

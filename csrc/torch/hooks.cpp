@@ -195,6 +195,17 @@ bool asks_for_params(const Engine &engine) {
   return false;
 }
 
+}  // namespace
+
+void open_backward(const std::shared_ptr<Engine> &engine) {
+  if (fsdp_engine_in_backward(engine->core)) return;
+  queue_end_of_backward(engine);
+  fsdp_engine_open_backward(engine->core);
+  if (!asks_for_params(*engine)) fsdp_engine_leave_kept(engine->core);
+}
+
+namespace {
+
 void run_pre_backward(Unit &unit, uint64_t num_replaced) {
   const OutsideTransforms outside;
   const std::shared_ptr<Engine> engine = unit.engine;
@@ -206,14 +217,12 @@ void run_pre_backward(Unit &unit, uint64_t num_replaced) {
   const EngineCall call(*engine);
   const int64_t begin_ns = engine->begin_span();
   engine->recover();
-  const bool opens = !fsdp_engine_in_backward(engine->core);
-  if (opens) queue_end_of_backward(engine);
+  open_backward(engine);
   const bool was_whole = fsdp_unit_get_state(unit.core) == FSDP_UNIT_UNSHARDED;
   unit.guards_saved = unit.guards_saved || c10::GradMode::is_enabled();
   check([&](fsdp_error *error) {
     return fsdp_unit_pre_backward(unit.core, error);
   });
-  if (opens && !asks_for_params(*engine)) fsdp_engine_leave_kept(engine->core);
   expect_grads(unit, was_whole);
   fsdp_engine_note(engine->core, unit.core, FSDP_TIMELINE_PRE_BACKWARD,
                    begin_ns);

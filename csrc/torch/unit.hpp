@@ -494,6 +494,9 @@ void follow_reductions(Engine &engine);
 void note_engine(const std::shared_ptr<Engine> &engine);
 
 // hooks.cpp
+// Opens the backward of the graph task that runs, unless it is open. With the
+// engine's lock.
+void open_backward(const std::shared_ptr<Engine> &engine);
 // Makes the grad accumulators of trainable parameters and hooks them; the
 // parameters are unsharded, because an accumulator remembers sizes and dtype.
 void hook_accumulators(Unit &unit);

@@ -17,10 +17,15 @@ using fsdp_torch::Unit;
 
 namespace {
 
-// Whether a forward that runs now is activation checkpointing's, in backward.
-bool is_recomputation(const Engine &engine) {
-  return torch::autograd::get_current_graph_task_id() != -1 &&
-         fsdp_engine_in_backward(engine.core);
+// Whether a forward that runs now is activation checkpointing's, in backward. A
+// call for some gradients may begin inside a unit and recompute it before a
+// hook has opened the backward (Note [Split backward]). In a call for all the
+// forward may be that of reentrant checkpointing around the model, a new one.
+bool is_recomputation(const Engine &engine) noexcept {
+  if (torch::autograd::get_current_graph_task_id() == -1) return false;
+  if (fsdp_engine_in_backward(engine.core)) return true;
+  const auto *asked = torch::autograd::get_current_graph_task_exec_info();
+  return asked != nullptr && !asked->empty();
 }
 
 // The last step of pre_forward, which is undone where it fails.
@@ -39,11 +44,11 @@ void enter_offload_or_abandon(Unit &unit, bool in_backward) {
 extern "C" {
 
 void fsdp_torch_unit_input_cast(const fsdp_torch_unit *unit,
-                                fsdp_torch_cast *cast) {
+                                fsdp_torch_cast *cast) noexcept {
   const Unit &self = *unit->self;
   const fsdp_engine *core = self.engine ? self.engine->core : nullptr;
   // A recomputation gets what forward got.
-  const bool is_root = core != nullptr && (fsdp_engine_in_backward(core)
+  const bool is_root = core != nullptr && (is_recomputation(*self.engine)
                                                ? self.ran_as_root
                                                : !fsdp_engine_in_forward(core));
   const bool is_wanted =
@@ -76,11 +81,14 @@ fsdp_status fsdp_torch_unit_pre_forward(fsdp_torch_unit *unit,
     Unit &self = *unit->self;
     if (!self.engine) return fsdp_unit_pre_forward(self.core, false, error);
     fsdp_torch::await_end_of_backward(*self.engine);
+    if (is_recomputation(*self.engine)) fsdp_torch::open_rows(*self.engine);
     const fsdp_torch::EngineCall call(*self.engine);
     self.engine->recover();
     const bool in_backward = is_recomputation(*self.engine);
     self.forward_call.reset();
-    if (!in_backward) {
+    if (in_backward) {
+      fsdp_torch::open_backward(self.engine);
+    } else {
       self.ran_as_root = !fsdp_engine_in_forward(self.engine->core);
       fsdp_torch::follow_requires_grad(self);
       if (c10::GradMode::is_enabled()) fsdp_torch::note_followers(self);

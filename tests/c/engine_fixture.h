@@ -202,6 +202,7 @@ void model_step(model *self);
  *   grad a 1        hands over that of parameter 1; "unexpected a 1" one that
  *                   was not announced
  *   pending a 1     so many are still expected
+ *   open            a backward begins that reaches no unit yet
  *   leave_kept      this backward is asked for no gradient of a parameter
  *   finish          the end of backward
  *   forward, eval   forward of the whole model; no backward follows eval

@@ -114,6 +114,8 @@ static fsdp_status call(const char *word, const char *name,
     fsdp_engine_reset(m.engine);
   } else if (is(word, "sync")) {
     fsdp_engine_set_sync(m.engine, sync_of(name));
+  } else if (is(word, "open")) {
+    fsdp_engine_open_backward(m.engine);
   } else if (is(word, "leave_kept")) {
     fsdp_engine_leave_kept(m.engine);
   } else if (is(word, "zero_grad")) {

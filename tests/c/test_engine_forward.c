@@ -161,6 +161,23 @@ TEST(test_backward_that_leaves_what_was_kept) {
   PLAY("zero_grad; step; num_reduces 6; check_grads; end");
 }
 
+/* For inputs or weights inside a unit: the first event is a recomputation.
+ * Units that are kept whole stay so, though it leaves one by an exception. */
+TEST(test_backward_that_begins_with_a_recomputation) {
+  const model_options options = {.keeps_after_forward = true,
+                                 .keeps_without_sync = true};
+  model_start_tree(&m, &options, 2);
+  PLAY("sync none; forward; num_all_gathers 3");
+  PLAY("open; leave_kept");
+  for (size_t i = 1; i < 3; i++) {
+    CHECK_OK(fsdp_unit_pre_forward(m.units[i].unit, true, NULL));
+    fsdp_unit_abandon_forward(m.units[i].unit, true);
+  }
+  PLAY("finish; num_iterations 1; num_reduces 0");
+  PLAY("sync reduce; backward; num_all_gathers 3; num_reduces 3");
+  PLAY("check_grads; check_sharded; optimizer; end");
+}
+
 /* A child is run on its own: it is the root of that iteration. */
 TEST(test_outermost_unit_is_the_root) {
   model_start_tree(&m, NULL, 2);

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_c import fully_shard
 from fsdp_c.integrations import installed
@@ -24,6 +25,17 @@ INTERLEAVED = {
     "zero bubble": "ScheduleInterleavedZeroBubble",
     "v zero bubble": "ScheduleZBVZeroBubble",
 }
+
+
+class _Recomputed(nn.Sequential):
+    """Begins and ends with a sharded module; the norm is of the stage's own unit."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(layers[0], nn.LayerNorm(DIM), layers[-1])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return output
 
 
 def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -44,6 +56,15 @@ def test_schedules(name: str, reshards: bool) -> None:
     """Gradients and parameters after two steps, against the whole model."""
     with groups_destroyed():
         compare(*make_meshes(name, reshards), name, reshards)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zero bubble", "v zero bubble"])
+@distributed(world_size=(2, 4))
+def test_schedules_of_recomputed_stages(name: str) -> None:
+    """A split backward recomputes sharded modules from inside of a stage, twice."""
+    with groups_destroyed():
+        meshes = make_meshes(f"{name} recomputed", False)
+        compare(*meshes, name, False, stage_class=_Recomputed)
 
 
 @distributed(world_size=2)
@@ -71,7 +92,14 @@ def make_meshes(name: str, reshards: bool) -> tuple[Any, Any]:
     return mesh[names[0]], mesh[names[1]]
 
 
-def compare(pp: Any, dp: Any, name: str, reshards: bool, **options: Any) -> None:
+def compare(
+    pp: Any,
+    dp: Any,
+    name: str,
+    reshards: bool,
+    stage_class: type[nn.Sequential] = nn.Sequential,
+    **options: Any,
+) -> None:
     """Train both; ``options`` are of each stage."""
     # Imports torch's compiler: collecting tests goes without.
     from torch.distributed import pipelining
@@ -80,7 +108,7 @@ def compare(pp: Any, dp: Any, name: str, reshards: bool, **options: Any) -> None
     num_dp = dp.size()
     num_stages = 4 if name in INTERLEAVED else 2
     whole = [
-        nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM)).double()
+        stage_class(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM)).double()
         for _ in range(num_stages)
     ]
     reference = nn.Sequential(*copy.deepcopy(whole))

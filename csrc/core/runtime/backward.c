@@ -3,7 +3,7 @@
 
 #include "runtime/engine_priv.h"
 
-static void open_backward(fsdp_engine *engine) {
+void fsdp_engine_open_backward(fsdp_engine *engine) {
   if (engine->in_backward) return;
   engine->in_backward = true;
   engine->shows_kept = false;
@@ -16,7 +16,7 @@ static void open_backward(fsdp_engine *engine) {
 static fsdp_status enter_backward(fsdp_unit *unit, fsdp_error *error) {
   fsdp_status status = FSDP_OK;
 
-  open_backward(unit->engine);
+  fsdp_engine_open_backward(unit->engine);
   if (unit->step.entered_backward) return FSDP_OK;
   FSDP_TRY(fsdp_unit_priv_take_writes(unit, true, error));
   FSDP_TRY(fsdp_unit_priv_take_user_grads(unit, error));
@@ -397,7 +397,7 @@ fsdp_status fsdp_engine_reduce_kept(fsdp_engine *engine, fsdp_error *error) {
                      "kept gradients cannot be reduced inside a %s",
                      engine->in_backward ? "backward" : "forward");
   }
-  open_backward(engine);
+  fsdp_engine_open_backward(engine);
   return fsdp_engine_finish_backward(engine, error);
 }
 

@@ -441,6 +441,12 @@ FSDP_NODISCARD fsdp_status fsdp_engine_reduce_kept(fsdp_engine *engine,
                                                    fsdp_error *error);
 
 /*
+ * Opens a backward whose first event is no unit's, such as a recomputation. The
+ * first event of a unit opens it otherwise. Nothing if one is open.
+ */
+void fsdp_engine_open_backward(fsdp_engine *engine);
+
+/*
  * In an open backward: no rank's call asks for the gradient of a parameter
  * (torch.autograd.grad() for inputs), so its end leaves what FSDP_SYNC_NONE and
  * FSDP_SYNC_SHARD kept to a later one. It may end inside a forward that goes on
