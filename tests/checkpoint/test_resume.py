@@ -344,6 +344,40 @@ def test_under_a_default_device(
     assert found.extra["scalar"].item() == 2.5
 
 
+class _WithEmpty(MLP):
+    """Beside the other parameters one of no elements, as of an adapter of rank 0."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = super().forward(x) + self.empty.sum()
+        return output
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=(2, 3))
+def test_an_empty_parameter(
+    rank: int, world_size: int, tmp_path: Path, use_orig_params: bool
+) -> None:
+    """No rank has a state of it, and the flat parameter around it loads."""
+
+    def build(seed: int) -> tuple[Any, Optimizer]:
+        torch.manual_seed(seed)
+        model = _wrap(_WithEmpty(), {Block}, use_orig_params=use_orig_params)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    model, optim = build(0)
+    _train(model, optim, range(2), rank, world_size)
+    checkpoint.save(tmp_path / "c", model, optim)
+    other, other_optim = build(1)
+    checkpoint.load(tmp_path / "c", other, other_optim)
+    for each in ((model, optim), (other, other_optim)):
+        _train(*each, range(2, 4), rank, world_size)
+    assert_same_tensors("state", full_state_dict(other), full_state_dict(model), 0.0)
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=(2, 3))

@@ -187,12 +187,17 @@ def assemble(keys: ParamKeys, states: Mapping[str, ParamState]) -> dict[Key, Any
 def _flat_state(
     parts: Sequence[ParamPart], given: Sequence[ParamState | None]
 ) -> dict[str, Any]:
-    """Return the state of a flat parameter; zeros where a parameter has none."""
+    """Return the state of a flat parameter; zeros where a parameter has none.
+
+    One without elements has no say: no rank holds it, so saved states may lack it.
+    """
     param = parts[0].param
-    states = [
-        ParamState(part) if state is None else state
+    pairs = [
+        (part, ParamState(part) if state is None else state)
         for part, state in zip(parts, given, strict=True)
+        if part.shape.numel() > 0
     ]
+    parts, states = [part for part, _ in pairs], [state for _, state in pairs]
     result: dict[str, Any] = {}
     for name in dict.fromkeys(n for state in states for n in state.sharded):
         values = [state.sharded.get(name) for state in states]
