@@ -72,6 +72,7 @@ class Load:
 
     modules: "tuple[ShardedModule, ...]"  # all of the call, the outermost first
     is_checked: bool  # the state dict fits all of them
+    left: frozenset[str]  # clean keys of what stays as it is, and is not missing
     # Puts back what loading into the module's unit changed.
     stack: ExitStack = field(default_factory=ExitStack)
     error_msgs: list[str] | None = None  # torch's list; None until the module's turn

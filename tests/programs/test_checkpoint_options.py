@@ -243,6 +243,33 @@ def test_ignored_frozen_params(rank: int, name: str, use_orig_params: bool) -> N
                 assert_same_tensors(key, state["state"][key], each)
 
 
+@pytest.mark.parametrize("is_plain", [True, False])
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=2, device="cpu")
+def test_loading_only_what_is_trained(use_orig_params: bool, is_plain: bool) -> None:
+    """The frozen parameters stay, as with torch's FSDP1; others may not be missing."""
+    model, _ = trained("fsdp_c", "frozen", use_orig_params=use_orig_params)
+    if not is_plain:  # the units are gathered for it
+        for module in model.modules():
+            module.register_load_state_dict_pre_hook(lambda *_: None)
+    options = StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
+    expected = get_model_state_dict(model, options=FULL)
+    params = get_model_state_dict(model, options=options)
+    assert len(params) < len(expected)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.requires_grad:
+                param.zero_()
+    result = set_model_state_dict(model, dict(params), options=options)
+    assert not result.missing_keys
+    assert not result.unexpected_keys
+    assert_same_tensors("loaded", get_model_state_dict(model, options=FULL), expected)
+    absent = next(iter(params))
+    del params[absent]
+    with pytest.raises(RuntimeError, match=f"Missing key.*{absent}"):
+        set_model_state_dict(model, params, options=options)
+
+
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2, device="cpu")
 def test_sharded_optimizer_state_of_no_shard(use_orig_params: bool) -> None:

@@ -112,14 +112,15 @@ def _begin_tree(module: ShardedModule, state_dict: dict[str, Any], prefix: str) 
     is_plain = all(moves_plainly(each, tree.own[each], LOADING) for each in modules)
     problems: list[str] = []
     prefixes = {each: prefix + clean_name(own) for each, own in tree.prefixes.items()}
+    left: set[str] = set()
     for each in modules:
-        _replace_parts(each, state_dict, prefixes[each])
+        left |= _replace_parts(each, state_dict, prefixes[each])
         if is_plain:  # or a hook might change the state dict before a unit sees it
             problems += _find_problems(each, kinds[each], state_dict, prefixes[each])
     communicates = not is_plain or StateDictType.SHARDED_STATE_DICT in kinds.values()
     _raise_problems(module, problems, communicates=communicates)
     for each in reversed(modules):
-        load = Load(tuple(modules), is_plain)
+        load = Load(tuple(modules), is_plain, frozenset(left))
         each.begin_state_dict_load(load)
     return load  # of the outermost
 
@@ -216,12 +217,15 @@ def _find_mismatch(
 
 def _replace_parts(
     module: ShardedModule, state_dict: dict[str, Any], prefix: str
-) -> None:
+) -> set[str]:
     """Drop what the unit has registered; replace tensor parallel values by its own.
 
     ``set_model_state_dict()`` of torch.distributed.checkpoint adds the former to the
     whole tensors that the user gives. They are this rank's shards and say nothing new.
+    Return the clean keys of those that are frozen, such as all but the adapters of
+    LoRA: to torch they are given. Others are missing.
     """
+    left: set[str] = set()
     parts: dict[str, ParamPart | None] = {**named_parts(module)}
     parts.update(dict.fromkeys(local_names(module)))
     sharded = module._sharded
@@ -233,9 +237,12 @@ def _replace_parts(
         key = f"{prefix}{name}"
         if id(state_dict.get(key)) in own:
             del state_dict[key]
+            if part is not None and not part.home.param.requires_grad:
+                left.add(clean_name(key))
         elif part is not None and part.cut is not None and key in state_dict:
             value = from_state(state_dict[key], part.cut, module.dtensor_mesh)
             state_dict[key] = value
+    return left
 
 
 # Load -------------------------------------------------------------------------
@@ -267,7 +274,7 @@ def _load_unit(
         key = f"{prefix}{name}"
         if key in state_dict:
             values[name] = state_dict.pop(key)
-        elif is_plain:
+        elif is_plain and clean_name(key) not in load.left:
             missing_keys.append(key)
     if is_local:
         load_local(module, values)
@@ -277,6 +284,9 @@ def _load_unit(
         whole = _whole(module, values, parts)
         state_dict.update((f"{prefix}{name}", value) for name, value in whole.items())
         load.stack.enter_context(summoned(module, writeback=True))
+        for use in module._sharded.uses:
+            if clean_name(f"{prefix}{use.fqn}") in load.left:  # onto itself
+                state_dict[f"{prefix}{use.fqn}"] = getattr(use.module, use.name)
         return
     # A rank that holds nothing of a parameter copied nothing. Yet the ranks must agree
     # on whether a block that was kept between micro-batches is stale, since they gather
