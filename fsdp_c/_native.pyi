@@ -160,7 +160,7 @@ class Unit:
     def note_forwards(self, function: Callable[[], object] | None, /) -> None:
         """Let forward call function() first; None: nothing."""
     def note_failures(self, function: Callable[[BaseException], object], /) -> None:
-        """Let a forward that fails call function(exception)."""
+        """Let a forward that fails, no recomputation, call function(exception)."""
     def show_kept(self, shows: bool, /) -> None:
         """Let the engine's units show what they keep for backward, or shards."""
     def replace_param(self, param: int, tensor: torch.Tensor, /) -> None: ...

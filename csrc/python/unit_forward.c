@@ -69,10 +69,12 @@ static void format_exception(PyObject *type, PyObject *value, char *text,
   }
 }
 
-/* What the function raises itself is dropped: the first exception counts. */
+/* torch.utils.checkpoint ends recomputations by an exception, which is no
+ * failure. What the function raises itself is dropped: the first one counts. */
 static void tell_of_failure(const unit_object *self, PyObject *value,
                             PyObject *traceback) {
   if (self->on_failure == NULL || value == NULL) return;
+  if (fsdp_torch_unit_recomputes(self->unit)) return;
   if (traceback != NULL) (void)PyException_SetTraceback(value, traceback);
   PyObject *result = PyObject_CallOneArg(self->on_failure, value);
   if (result == NULL) PyErr_Clear();

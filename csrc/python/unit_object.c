@@ -429,7 +429,8 @@ PyDoc_STRVAR(unit_note_doc,
              "Let forward call function() first; None: nothing.");
 PyDoc_STRVAR(unit_note_failures_doc,
              "note_failures($self, function, /)\n--\n\n"
-             "Let a forward that fails call function(exception).");
+             "Let a forward that fails, no recomputation, call\n"
+             "function(exception).");
 PyDoc_STRVAR(
     unit_show_doc,
     "show_kept($self, shows, /)\n--\n\n"

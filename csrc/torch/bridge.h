@@ -376,6 +376,8 @@ int fsdp_torch_run_listed_hooks(struct _object *tensor, struct _object *hooks);
 FSDP_NODISCARD fsdp_status fsdp_torch_unit_post_forward(fsdp_torch_unit *unit,
                                                         bool expects_backward,
                                                         fsdp_error *error);
+/* Whether the forward that runs is activation checkpointing's, in backward. */
+bool fsdp_torch_unit_recomputes(const fsdp_torch_unit *unit) FSDP_NOEXCEPT;
 /* Forward ended by an exception, `reason`, which the other ranks are told. */
 void fsdp_torch_unit_abandon_forward(fsdp_torch_unit *unit,
                                      const char *reason) FSDP_NOEXCEPT;

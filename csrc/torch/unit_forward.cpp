@@ -119,6 +119,11 @@ fsdp_status fsdp_torch_unit_post_forward(fsdp_torch_unit *unit,
   };
 }
 
+bool fsdp_torch_unit_recomputes(const fsdp_torch_unit *unit) noexcept {
+  const Unit &self = *unit->self;
+  return self.engine && is_recomputation(*self.engine);
+}
+
 void fsdp_torch_unit_abandon_forward(fsdp_torch_unit *unit,
                                      const char *reason) noexcept {
   Unit &self = *unit->self;

@@ -17,7 +17,7 @@ from fsdp_c._torch_compat import interpreted_with_callees
 from fsdp_c._units.names import clean_name
 from fsdp_c._units.owner import Owner, Running
 
-_TOLD = "_fsdp_c_is_told"  # set in an exception that one unit has looked at
+_TOLD = "_fsdp_c_is_told"  # in an exception that a unit has seen
 _WITH_SHARDS = ("SHARDED", "PREFETCHED", "UNSHARDING")
 
 
@@ -35,13 +35,9 @@ def explain_shard_reads(owned: Sequence[tuple[Owner, _native.Unit]]) -> None:
 
 @interpreted_with_callees
 def _explain(ref: "weakref.ref[Owner]", error: BaseException) -> None:
-    """The forward of a unit failed: of the units around it the first to be told."""
+    """Explain ``error``, with which a forward failed, if no unit inside has done so."""
     owner = ref()
     if owner is None or owner._running is None or hasattr(error, _TOLD):
-        return
-    if (
-        owner._running.engine.in_backward
-    ):  # torch.utils.checkpoint ends recomputations so
         return
     with suppress(AttributeError):
         setattr(error, _TOLD, True)
@@ -56,10 +52,9 @@ def _explain(ref: "weakref.ref[Owner]", error: BaseException) -> None:
     subject = f"{type(module).__name__} {name!r}" if name else type(module).__name__
     api = "" if isinstance(holder, nn.Module) else "_fsdp"
     error.add_note(
-        f"fsdp_c: {subject} ran with shards: it belongs to unit "
-        f"{holder.made_unit.name!r}, whose forward gathers them and does not run. Call "
-        "the unit's module, or register the method of it that is called with "
-        f"fsdp_c.register{api}_forward_method()."
+        f"fsdp_c: {subject} ran with shards: unit {holder.made_unit.name!r} gathers "
+        "its parameters in forward, which was not called. Call the unit's module, or "
+        f"pass the method that you call to fsdp_c.register{api}_forward_method()."
     )
 
 

@@ -152,7 +152,7 @@ def test_who_reads_shards_is_named(api: str) -> None:
         with pytest.raises(RuntimeError) as caught:
             model(ids, calls=False)
         (note,) = caught.value.__notes__
-        assert "Embedding 'table' ran with shards: it belongs to unit 'tokens'" in note
+        assert "Embedding 'table' ran with shards: unit 'tokens' gathers" in note
         remedy = "register_fsdp_forward" if api == "fully_shard" else "register_forward"
         assert remedy in note
         with pytest.raises(ValueError, match="one sequence") as told:

@@ -26,13 +26,13 @@ static inline fsdp_alignment fsdp_alignment_choose(int32_t param_itemsize,
                                                    bool use_orig_params,
                                                    bool is_cpu,
                                                    int64_t unit_nbytes) {
-  const bool is_fast = !is_cpu && unit_nbytes >= FSDP_LARGE_UNIT_NBYTES;
+  const bool aligns_all = !is_cpu && unit_nbytes >= FSDP_LARGE_UNIT_NBYTES;
   fsdp_alignment alignment;
   /* The largest value makes each segment use its own itemsize. */
   alignment.itemsize =
       param_itemsize > 0 ? param_itemsize : FSDP_ALIGNMENT_NBYTES;
-  alignment.params = use_orig_params || is_fast;
-  alignment.shards = is_fast;
+  alignment.params = use_orig_params || aligns_all;
+  alignment.shards = aligns_all;
   return alignment;
 }
 

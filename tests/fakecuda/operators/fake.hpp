@@ -45,6 +45,8 @@ int install_operators();
 void install_copies();
 // Operators that only CUDA has.
 void install_fused();
+// Raises what CUDA would say of the dtypes of a call.
+void check_dtypes(const c10::FunctionSchema &schema, const Stack &arguments);
 // What torch's allocator hands out is poisoned (Note [Poison]).
 void poison_blocks();
 
