@@ -103,7 +103,7 @@ void follow(Unit &unit) {
       throw_error(error);
     }
   }
-  recall_flat_grads(unit);
+  recall_grads(unit);
   for (Segment &segment : unit.segments) {
     if (segment.grad_shard.defined() && has_hooks(segment.flat_param)) {
       run_grad_hooks(unit, segment);
@@ -124,7 +124,7 @@ void follow(Unit &unit) {
 }
 
 void grads_set_aside(void * /*context*/, void *owner) {
-  recall_flat_grads(unit_of(owner));
+  recall_grads(unit_of(owner));
   for (Segment &segment : unit_of(owner).segments) {
     segment.earlier_grad = std::move(segment.grad_shard);
     segment.grad_shard = at::Tensor();

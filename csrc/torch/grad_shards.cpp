@@ -64,28 +64,68 @@ void make_next_grads(Unit &unit) {
 
 }  // namespace
 
-// Note [Flat gradients of the user]
-// A flat gradient is one tensor, on `.grad`. Between steps the unit does not
-// hold it, so that its memory goes when the user clears it, as in torch's
-// class. Original and sharded parameters have many gradients, whose tensors are
-// made once for the whole run: their memory goes with the next forward.
-void leave_flat_grads(Unit &unit) {
+void LeftTensor::leave(at::Tensor &tensor) {
+  if (!tensor.defined()) return;
+  left_ = tensor.getIntrusivePtr();
+  tensor = at::Tensor();
+}
+
+void LeftTensor::recall(at::Tensor &tensor) {
+  auto left = left_.lock();
+  left_.reset();
+  if (left.defined()) tensor = at::Tensor(std::move(left));
+}
+
+// Note [Gradients of the user]
+// Between steps the unit does not hold a gradient that the user sees, so that
+// its memory goes when the user clears it, as in torch's classes. On a CPU only
+// flat gradients are left so: original and sharded parameters have many
+// gradients, whose tensors are made once for the whole run there, and their
+// memory goes with the next forward.
+void leave_grads(Unit &unit) {
+  unit.grads_are_left = true;
   for (Segment &segment : unit.segments) {
-    if (!segment.flat_param.defined() || !segment.grad_shard.defined() ||
-        !segment.flat_param.grad().is_same(segment.grad_shard)) {
-      continue;
+    if (segment.flat_param.defined() &&
+        segment.flat_param.grad().is_same(segment.grad_shard)) {
+      segment.left_grad.leave(segment.grad_shard);
     }
-    segment.left_grad = segment.grad_shard.getIntrusivePtr();
+  }
+  if (unit.device.is_cpu() || unit.offloads || !unit.use_orig_params) return;
+  for (Segment &segment : unit.segments) {
+    segment.next_grad = at::Tensor();
+    if (!segment.grad_shard.defined()) continue;
+    segment.left_storage = segment.grad_shard.storage().getWeakStorageImpl();
+    segment.left_begin = segment.grad_shard.storage_offset();
     segment.grad_shard = at::Tensor();
+  }
+  for (Param &param : unit.params) {
+    param.left_grad.leave(param.grad);
+    ShardedParam &shown = param.sharded_param;
+    shown.left_grad.leave(shown.grad);
+    shown.left_grad_local.leave(shown.grad_local);
   }
 }
 
-void recall_flat_grads(Unit &unit) {
+void recall_grads(Unit &unit) {
+  if (!unit.grads_are_left) return;
+  unit.grads_are_left = false;
   for (Segment &segment : unit.segments) {
-    if (segment.grad_shard.defined()) continue;
-    auto left = segment.left_grad.lock();
-    segment.left_grad.reset();
-    if (left.defined()) segment.grad_shard = at::Tensor(std::move(left));
+    segment.left_grad.recall(segment.grad_shard);
+    StoragePtr storage = segment.left_storage.lock();
+    segment.left_storage.reset();
+    if (!storage) continue;
+    segment.grad_shard =
+        make_view(storage, keys_of(unit.device), segment.grad,
+                  {segment.layout->shard_numel}, segment.left_begin);
+  }
+  for (Param &param : unit.params) {
+    param.left_grad.recall(param.grad);
+    ShardedParam &shown = param.sharded_param;
+    shown.left_grad.recall(shown.grad);
+    shown.left_grad_local.recall(shown.grad_local);
+    if (shown.grad.defined() != shown.grad_local.defined()) {
+      shown.grad = shown.grad_local = at::Tensor();
+    }
   }
 }
 

@@ -10,10 +10,10 @@
 // through the unit. That, and the DTensors on `.grad`, are all that a backward
 // does with the GIL.
 //
-// The gradient of a sharded parameter is one DTensor for the whole run. When
-// the user has cleared it, its local tensor is emptied until the next one
-// comes, unless somebody still holds it: then it stays as it is and a new one
-// is made.
+// On a CPU the gradient of a sharded parameter is one DTensor for the whole
+// run. When the user has cleared it, its local tensor is emptied until the next
+// one comes, unless somebody still holds it: then it stays as it is and a new
+// one is made. Elsewhere see Note [Gradients of the user].
 //
 // Note [Tensors of before the unit]
 // A state dict from before the first forward shares the memory that the sharded
@@ -165,6 +165,7 @@ at::Tensor local_of_other_grad(const ShardedParam &shown) {
 
 // Notes the local tensors of gradients that the user set. GIL.
 void note_user_grads(Unit &unit) {
+  recall_grads(unit);
   for (Param &param : unit.params) {
     ShardedParam &shown = param.sharded_param;
     at::Tensor local = local_of_other_grad(shown);
@@ -256,6 +257,7 @@ void show_sharded_grads(Unit &unit) {
   const pybind11::gil_scoped_acquire gil;
   const at::NoGradGuard no_grad;
   unit.grads_are_new = false;
+  recall_grads(unit);
   const bool fills_unused = fsdp_unit_get_settings(unit.core)->fills_unused;
   for (size_t i = 0; i < unit.params.size(); i++) {
     Param &param = unit.params[i];
@@ -304,6 +306,7 @@ void show_sharded_grads(Unit &unit) {
     join_reduces(unit);
     (*hook)(shown.param);
   }
+  leave_grads(unit);
 }
 
 void free_sharded_grad(Unit &unit, Param &param) {

@@ -111,6 +111,17 @@ struct Lent {
   int64_t nbytes = 0;
 };
 
+// A tensor that the unit has left to the user: Note [Gradients of the user].
+class LeftTensor {
+ public:
+  void leave(at::Tensor &tensor);   // lets go of it; an undefined one: nothing
+  void recall(at::Tensor &tensor);  // sets it again if it still exists
+
+ private:
+  c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> left_{
+      c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
+};
+
 struct Segment {
   const fsdp_segment *layout = nullptr;  // borrowed
   at::ScalarType master = at::ScalarType::Undefined;
@@ -123,9 +134,10 @@ struct Segment {
   at::Tensor shard;         // [shard_numel], master
   at::Tensor grad_shard;  // likewise, grad; undefined until the first reduction
   at::Tensor earlier_grad;  // of earlier backwards, while followed
-  // See Note [Flat gradients of the user]; null: it is in grad_shard.
-  c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> left_grad{
-      c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
+  // While grad_shard is the user's: the flat one, or the storage of others.
+  LeftTensor left_grad;
+  c10::weak_intrusive_ptr<c10::StorageImpl> left_storage{StoragePtr()};
+  int64_t left_begin = 0;
   // See Note [Sharded gradients of a unit by rows].
   at::Tensor next_grad;
   at::Tensor idle_grad;
@@ -151,7 +163,9 @@ struct ShardedParam {
   at::Tensor local;       // its local tensor, a view of the shard
   at::Tensor grad;        // undefined until the first reduction
   at::Tensor grad_local;  // its local tensor, a view of the sharded gradient
-  at::Tensor user_grad;   // local tensor of a gradient that the user set
+  LeftTensor left_grad;
+  LeftTensor left_grad_local;
+  at::Tensor user_grad;       // local tensor of a gradient that the user set
   int64_t taken_version = 0;  // of that gradient, when the unit took it
   // The Python objects of `grad` and `grad_local`, borrowed, and how many
   // references each has while it is shown nowhere.
@@ -191,7 +205,8 @@ struct Param {
   std::vector<ColumnCopy> part_columns;
   at::Tensor full;
   at::Tensor full_on_host;
-  at::Tensor grad;             // view of the sharded gradient
+  at::Tensor grad;  // view of the sharded gradient
+  LeftTensor left_grad;
   at::Tensor idle_grad;        // that view while there is no gradient
   at::Tensor unsharded_grad;   // view of the unsharded one
   at::Tensor partial_grad;     // view of the partial one
@@ -257,6 +272,7 @@ struct Unit : std::enable_shared_from_this<Unit> {
   bool is_by_rows = false;
   fsdp_torch_face face = {};     // by rows; all null: the owner is gone
   fsdp_torch_watch watch = {};   // likewise of any unit; all null: nothing
+  bool grads_are_left = false;   // see Note [Gradients of the user]
   bool grads_are_new = false;    // by rows: to be shown at the end of backward
   bool has_left_params = false;  // only graphs of earlier forwards have it
   std::vector<int64_t> block_numels;  // likewise; per use, or empty
@@ -359,9 +375,9 @@ at::TensorOptions shard_options(const Unit &unit, at::ScalarType dtype);
                          const at::Tensor &value, const std::string &remedy);
 Unit &unit_of(void *owner);
 
-// grad_shards.cpp: leaves flat gradients to the user, and takes them back.
-void leave_flat_grads(Unit &unit);
-void recall_flat_grads(Unit &unit);
+// grad_shards.cpp: leaves gradients to the user, and takes back what is there.
+void leave_grads(Unit &unit);
+void recall_grads(Unit &unit);
 // Makes the segment's sharded gradient if there is none:
 // zeros, unless the next work on it replaces all of them.
 void ensure_grad_shard(Unit &unit, Segment &segment, bool is_replaced);

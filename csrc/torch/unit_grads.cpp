@@ -245,7 +245,7 @@ fsdp_status take_grads(void * /*context*/, void *owner, bool unsharded_live,
     // By rows the user does not see what is not reduced yet, nor clears it.
     const bool holds = unit.is_by_rows && fsdp_unit_holds_grads(unit.core);
     bool any = holds;
-    recall_flat_grads(unit);
+    recall_grads(unit);
     bring_back_grads(unit);
     grad_places(unit);
     for (GradPlace &place : unit.grad_places) {
@@ -353,7 +353,7 @@ fsdp_status show_grads(void * /*context*/, void *owner, fsdp_view view,
       unit.grads_are_new = view == FSDP_VIEW_SHARDED && !unit.follower;
       return FSDP_OK;
     }
-    recall_flat_grads(unit);
+    recall_grads(unit);
     for (const GradPlace &place : grad_places(unit)) {
       if (view == FSDP_VIEW_UNSHARDED) {
         if (!has_grad(place)) continue;
@@ -367,7 +367,7 @@ fsdp_status show_grads(void * /*context*/, void *owner, fsdp_view view,
               ? partial_grad(unit, place, data[index_of(unit, place)])
               : sharded_grad(unit, place);
     }
-    if (view == FSDP_VIEW_SHARDED) leave_flat_grads(unit);
+    if (view == FSDP_VIEW_SHARDED) leave_grads(unit);
     return FSDP_OK;
   };
 }
@@ -384,7 +384,7 @@ fsdp_status grad_shard(void * /*context*/, void *owner, int64_t index,
   GUARDED(error) {
     Unit &unit = unit_of(owner);
     Segment &segment = unit.segments[static_cast<size_t>(index)];
-    recall_flat_grads(unit);
+    recall_grads(unit);
     ensure_grad_shard(unit, segment, is_replaced);
     *data = segment.grad_shard.data_ptr();
     return FSDP_OK;
@@ -400,7 +400,7 @@ bool grads_live(void * /*context*/, void *owner) {
 
 void grads_free(void * /*context*/, void *owner) {
   Unit &unit = unit_of(owner);
-  recall_flat_grads(unit);
+  recall_grads(unit);
   for (Param &param : unit.params) {
     if (unit.is_by_rows) free_sharded_grad(unit, param);
     idle_grad_view(unit, param);
@@ -421,7 +421,7 @@ void show_followed_grads(Unit &unit) {
     show_sharded_grads(unit);
     return;
   }
-  recall_flat_grads(unit);
+  recall_grads(unit);
   for (const GradPlace &place : grad_places(unit)) {
     if (!has_sharded_piece(unit, place) ||
         !place.segment->grad_shard.defined()) {
@@ -434,7 +434,7 @@ void show_followed_grads(Unit &unit) {
 void take_followed_grads(Unit &unit) {
   const bool in_backward = fsdp_engine_in_backward(unit.engine->core);
   bool any = false;
-  recall_flat_grads(unit);
+  recall_grads(unit);
   grad_places(unit);
   for (GradPlace &place : unit.grad_places) {
     if (!has_sharded_piece(unit, place)) continue;
@@ -446,7 +446,7 @@ void take_followed_grads(Unit &unit) {
     return;
   }
   if (!in_backward) {  // the user's from now on
-    leave_flat_grads(unit);
+    leave_grads(unit);
     return;
   }
   for (const GradPlace &place : grad_places(unit)) {
