@@ -195,6 +195,14 @@ fsdp_status fsdp_nccl_priv_group_end(fsdp_transport *base,
   return issue(transport, index, error);
 }
 
+/* Names the operation that the collectives of the channel will be; 0 where
+ * nobody can tell when it has ended. */
+static uint64_t next_ticket(const fsdp_nccl_transport *transport,
+                            const fsdp_nccl_channel *channel) {
+  if (transport->options.events == NULL || channel->is_captured) return 0;
+  return (uint64_t)channel->last.sequence + 1;
+}
+
 /* Issues a checked collective now, or with its group. */
 static fsdp_status add(fsdp_nccl_transport *transport, const fsdp_call *call,
                        const fsdp_nccl_collective *collective, uint64_t *ticket,
@@ -230,8 +238,19 @@ static fsdp_status add(fsdp_nccl_transport *transport, const fsdp_call *call,
     }
     channel->collectives[channel->num_collectives++] = *collective;
   }
-  if (ticket != NULL) *ticket = 0; /* there is nothing to wait for */
+  if (ticket != NULL) {
+    *ticket =
+        channel->num_collectives > 0 ? next_ticket(transport, channel) : 0;
+  }
   return channel->is_group_open ? FSDP_OK : issue(transport, index, error);
+}
+
+void *fsdp_nccl_priv_end_of(fsdp_transport *base, fsdp_channel channel,
+                            uint64_t ticket) {
+  fsdp_nccl_transport *transport = fsdp_nccl_priv_of(base);
+  const fsdp_call call = {.channel = channel};
+  return fsdp_nccl_priv_event_behind(transport, channel_of(transport, &call),
+                                     (int64_t)ticket);
 }
 
 fsdp_status fsdp_nccl_watch_replay(fsdp_transport *base, void *stream,

@@ -34,14 +34,30 @@ fsdp_status fsdp_nccl_priv_track(fsdp_nccl_transport *transport,
     FSDP_TRY(events->create(events->context, &place->event, error));
   }
   FSDP_TRY(events->record(events->context, place->event, stream, error));
-  if (is_full) return FSDP_OK;
 
   (void)pthread_mutex_lock(&transport->lock);
-  place->operation = *operation;
-  if (transport->phase == FSDP_NCCL_HEALTHY) channel->num_outstanding++;
+  place->last_sequence = operation->sequence;
+  if (!is_full) {
+    place->operation = *operation;
+    if (transport->phase == FSDP_NCCL_HEALTHY) channel->num_outstanding++;
+  }
   (void)pthread_mutex_unlock(&transport->lock);
 done:
   return status;
+}
+
+void *fsdp_nccl_priv_event_behind(fsdp_nccl_transport *transport,
+                                  fsdp_channel index, int64_t sequence) {
+  fsdp_nccl_channel *channel = &transport->channels[index];
+  void *event = NULL;
+  (void)pthread_mutex_lock(&transport->lock);
+  for (int64_t i = channel->num_outstanding - 1; i >= 0; i--) {
+    const fsdp_nccl_outstanding *place = at(channel, i);
+    if (place->last_sequence < sequence) break;
+    event = place->event;
+  }
+  (void)pthread_mutex_unlock(&transport->lock);
+  return event;
 }
 
 /* Whether the operation is done, or its event can never tell. Under

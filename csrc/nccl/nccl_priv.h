@@ -48,6 +48,11 @@ void fsdp_nccl_priv_end_launch(const fsdp_nccl_transport *transport);
 FSDP_NODISCARD fsdp_status fsdp_nccl_priv_track(
     fsdp_nccl_transport *transport, fsdp_channel channel,
     const fsdp_nccl_operation *operation, void *stream, fsdp_error *error);
+/* The event of the first place that stands behind the operation `sequence`,
+ * which was tracked; NULL: it is done. The device may be asked to wait for it,
+ * though it may be recorded again by then, behind a later operation. */
+void *fsdp_nccl_priv_event_behind(fsdp_nccl_transport *transport,
+                                  fsdp_channel channel, int64_t sequence);
 /* Drops operations that are done, oldest first, at most `max` of them.
  * FSDP_BACKEND: an event could not be queried. */
 FSDP_NODISCARD fsdp_status fsdp_nccl_priv_retire(fsdp_nccl_transport *transport,
@@ -233,5 +238,8 @@ fsdp_status fsdp_nccl_priv_all_reduce(fsdp_transport *base,
                                       const fsdp_call *call, void *buffer,
                                       int64_t numel, fsdp_dtype dtype,
                                       uint64_t *ticket, fsdp_error *error);
+
+void *fsdp_nccl_priv_end_of(fsdp_transport *base, fsdp_channel channel,
+                            uint64_t ticket);
 
 #endif /* FSDP_NCCL_PRIV_H */

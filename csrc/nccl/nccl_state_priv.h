@@ -50,7 +50,8 @@ typedef struct fsdp_nccl_operation {
 
 typedef struct fsdp_nccl_outstanding {
   fsdp_nccl_operation operation;
-  void *event; /* owned; kept for the next operation in this place */
+  int64_t last_sequence; /* of the operations that its event stands behind */
+  void *event;           /* owned; kept for the next operation in this place */
 } fsdp_nccl_outstanding;
 
 typedef struct fsdp_nccl_channel {

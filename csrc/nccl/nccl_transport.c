@@ -73,7 +73,7 @@ static const fsdp_transport_ops OPS = {
     .reduce_scatter = fsdp_nccl_priv_reduce_scatter,
     .reduce_scatter_mean = fsdp_nccl_priv_reduce_scatter_mean,
     .all_reduce = fsdp_nccl_priv_all_reduce,
-    .wait = NULL,
+    .end_of = fsdp_nccl_priv_end_of,
     .check = check,
 };
 

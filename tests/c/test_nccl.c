@@ -3,6 +3,7 @@
  */
 #include "base/alloc.h"
 #include "every_allocation.h"
+#include "nccl/nccl_priv.h"
 #include "nccl_fixture.h"
 
 TEST(test_two_communicators) {
@@ -96,7 +97,7 @@ TEST(test_single_collectives_need_no_group) {
   const fsdp_dtype int16 = {FSDP_DTYPE_INT16, 2};
   CHECK_OK(ops->all_gather(transport, &gather, memory, memory + 10, 5, int16,
                            &ticket, NULL));
-  CHECK_I64((int64_t)ticket, 0);
+  CHECK_I64((int64_t)ticket, 1);
   CHECK_OK(ops->broadcast(transport, &gather, memory + 8, 3, 1, NCCL_BF16, NULL,
                           NULL));
   CHECK_OK(ops->all_reduce(transport, &reduce, memory + 32, 3, NCCL_BF16, NULL,
@@ -110,6 +111,63 @@ TEST(test_single_collectives_need_no_group) {
               "all_gather 0 u8 10 +10 +0 s3; broadcast 0 u8 6 +8 +8 root1 s3; "
               "all_reduce 1 bf16 3 +32 +32 op0 s4; "
               "reduce_scatter 1 bf16 3 +0 +6 op0 s4");
+  nccl_fixture_leave(transport);
+}
+
+/* The transport's own events serve whoever waits for a call, while it runs. */
+TEST(test_the_end_of_a_call) {
+  fsdp_transport *transport = nccl_fixture_open(0, 1);
+  const fsdp_transport_ops *ops = transport->ops;
+  const fsdp_call call = nccl_fixture_call(FSDP_CHANNEL_GATHER, 1, NULL);
+  fsdp_error error = {0};
+  uint64_t tickets[300] = {0};
+  nccl_fake_hold_events(true);
+  for (int i = 0; i < 300; i++) {
+    CHECK_OK(ops->all_gather(transport, &call, nccl_fixture_memory,
+                             nccl_fixture_memory, 1, NCCL_F32, &tickets[i],
+                             &error));
+  }
+  void *newest = ops->end_of(transport, FSDP_CHANNEL_GATHER, tickets[299]);
+  CHECK(ops->end_of(transport, FSDP_CHANNEL_GATHER, tickets[0]) != NULL);
+  CHECK(ops->end_of(transport, FSDP_CHANNEL_GATHER, tickets[0]) !=
+        ops->end_of(transport, FSDP_CHANNEL_GATHER, tickets[1]));
+  /* Of the last place, which stands for all that came when it was full. */
+  CHECK(newest != NULL);
+  CHECK(ops->end_of(transport, FSDP_CHANNEL_GATHER, tickets[126]) != newest);
+  CHECK(ops->end_of(transport, FSDP_CHANNEL_GATHER, tickets[127]) == newest);
+  CHECK(ops->end_of(transport, FSDP_CHANNEL_GATHER, tickets[200]) == newest);
+  nccl_fake_hold_events(false);
+  CHECK_OK(fsdp_nccl_priv_retire(fsdp_nccl_priv_of(transport),
+                                 FSDP_CHANNEL_GATHER, FSDP_NCCL_MAX_OUTSTANDING,
+                                 &error));
+  CHECK(ops->end_of(transport, FSDP_CHANNEL_GATHER, tickets[299]) == NULL);
+  nccl_fixture_leave(transport);
+}
+
+/* Nobody knows the end of a captured call, or without events; one without
+ * elements has none. */
+TEST(test_calls_without_an_end) {
+  fsdp_nccl_options options = nccl_fixture_options();
+  fsdp_call call = nccl_fixture_call(FSDP_CHANNEL_GATHER, 1, NULL);
+  uint64_t ticket = 7;
+  fsdp_transport *transport = nccl_fixture_join(&options, 0, 1);
+  CHECK_OK(transport->ops->all_gather(transport, &call, nccl_fixture_memory,
+                                      nccl_fixture_memory, 0, NCCL_F32, &ticket,
+                                      NULL));
+  CHECK_I64((int64_t)ticket, 0);
+  call.is_captured = true;
+  CHECK_OK(transport->ops->all_gather(transport, &call, nccl_fixture_memory,
+                                      nccl_fixture_memory, 8, NCCL_F32, &ticket,
+                                      NULL));
+  CHECK_I64((int64_t)ticket, 0);
+  nccl_fixture_leave(transport);
+  options.events = NULL;
+  transport = nccl_fixture_join(&options, 0, 1);
+  call.is_captured = false;
+  CHECK_OK(transport->ops->all_gather(transport, &call, nccl_fixture_memory,
+                                      nccl_fixture_memory, 8, NCCL_F32, &ticket,
+                                      NULL));
+  CHECK_I64((int64_t)ticket, 0);
   nccl_fixture_leave(transport);
 }
 

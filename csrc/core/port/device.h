@@ -96,8 +96,10 @@ typedef struct fsdp_device_ops {
   /* Collectives, which a group's transport carries. stream: the device's own
    * handle of a lane's stream; NULL on a host device. */
   void *(*stream)(void *context, fsdp_lane lane);
-  /* On a host device: makes the call `ticket` of the group's transport, and all
-   * before it on the channel, a part of the lane's work. */
+  /* The lane's newest work is the call `ticket` of the group's transport. On a
+   * host device this makes the call, and all before it on the channel, a part
+   * of the lane's work; elsewhere the transport knows when the lane has done
+   * it, and an event need not be recorded. */
   fsdp_status (*add_call)(void *context, fsdp_lane lane,
                           const fsdp_group *group, fsdp_channel channel,
                           uint64_t ticket, fsdp_error *error);

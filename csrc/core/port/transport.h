@@ -147,7 +147,7 @@ typedef struct fsdp_transport_ops {
   fsdp_status (*group_end)(fsdp_transport *transport, const fsdp_call *call,
                            fsdp_error *error);
 
-  /* ticket [out] > 0 names the call to `wait` (host only). On a host the
+  /* ticket [out] > 0 names the call to `wait` or `end_of`. On a host the
    * buffers belong to the call until then.
    *
    * Gathers `shard_numel` elements of each rank into `output`, which holds
@@ -194,6 +194,13 @@ typedef struct fsdp_transport_ops {
   /* Host only: whether that has ended on this rank, so that `wait` returns at
    * once. NULL: the transport does not know. Cannot fail. */
   bool (*is_done)(fsdp_transport *transport, fsdp_channel channel,
+                  uint64_t ticket);
+
+  /* Device only: an event of the device, of whoever made the transport, that
+   * happens after the call `ticket` of the channel; NULL: that is done. It is
+   * the transport's, which records it again later. Cannot fail. NULL: all
+   * tickets are 0. */
+  void *(*end_of)(fsdp_transport *transport, fsdp_channel channel,
                   uint64_t ticket);
 
   /* The first failure so far, of any rank that this one knows of; FSDP_OK if

@@ -43,8 +43,10 @@ fsdp_status fsdp_engine_priv_close_launch(fsdp_engine *engine,
   if (status == FSDP_OK) {
     status = transport->ops->group_end(transport, &launch->call, error);
   }
-  /* After a failure too: the calls before it are still using their memory. */
-  if (transport->ops->is_host && launch->ticket != 0) {
+  /* On a host after a failure too: the calls before it are still using their
+   * memory. */
+  const bool is_lane_work = status == FSDP_OK || transport->ops->is_host;
+  if (launch->ticket != 0 && is_lane_work) {
     const bool is_first = status == FSDP_OK;
     const fsdp_status added =
         ops->add_call(ops->context, launch->lane, group, launch->call.channel,

@@ -22,6 +22,13 @@ void meet(Group &group) {
 
 void Provider::add_call(fsdp_lane lane, Group *group, fsdp_channel channel,
                         uint64_t ticket) {
+  if (has_streams_) {
+    // On COMPUTE others enqueue work, too.
+    if (lane != FSDP_LANE_COMPUTE) {
+      newest_calls_[lane] = {group->transport.get(), channel, ticket};
+    }
+    return;
+  }
   const int64_t sequence = log == nullptr ? -1 : log->num_recorded - 1;
   host_lanes_[lane].items.push_back(
       {group, channel, ticket, sequence, nullptr});

@@ -18,10 +18,12 @@
 #include "torch/groups/nccl_group.hpp"
 #include "torch/guard.hpp"
 
-// A point on a lane: a ticket on the host, an event of the device elsewhere.
+// A point on a lane: a ticket on the host; elsewhere the end of a call, which
+// the call's transport watches anyway, or an event of the device.
 struct fsdp_event {
   fsdp_lane lane = FSDP_LANE_COMPUTE;
   uint64_t ticket = 0;
+  fsdp_torch::LaneCall call;
   std::optional<c10::Event> event;
   bool is_recorded = false;
 };
@@ -123,6 +125,7 @@ void Provider::free_on_host(void *block) {
 void Provider::synchronize(fsdp_event *event) {
   if (!event->is_recorded) return;
   if (has_streams_) {
+    if (event->call.transport != nullptr) record_on_device(event);
     event->event->synchronize();
   } else {
     run_until(host_lanes_[event->lane], event->ticket);
@@ -136,8 +139,14 @@ void Provider::record(fsdp_event *event, fsdp_lane lane) {
     event->ticket = host_lanes_[lane].num_added;
     return;
   }
+  event->call = newest_calls_[lane];
+  if (event->call.transport == nullptr) record_on_device(event);
+}
+
+void Provider::record_on_device(fsdp_event *event) {
+  event->call = {};
   if (!event->event.has_value()) event->event.emplace(device_.type());
-  event->event->record(stream_of(lane));
+  event->event->record(stream_of(event->lane));
 }
 
 void Provider::wait(fsdp_lane lane, fsdp_event *event) {
@@ -146,10 +155,19 @@ void Provider::wait(fsdp_lane lane, fsdp_event *event) {
     run_until(host_lanes_[event->lane], event->ticket);
     return;
   }
-  event->event->block(stream_of(lane));
+  newest_calls_[lane] = {};
+  const LaneCall &call = event->call;
+  if (call.transport == nullptr) {
+    event->event->block(stream_of(lane));
+    return;
+  }
+  const auto *end = static_cast<const c10::Event *>(
+      call.transport->ops->end_of(call.transport, call.channel, call.ticket));
+  if (end != nullptr) end->block(stream_of(lane));
 }
 
 void *Provider::native_stream(fsdp_lane lane) const {
+  newest_calls_[lane] = {};  // whoever asks enqueues work of his own
   return stream_of(lane).native_handle();
 }
 

@@ -35,6 +35,13 @@ struct Group : C10dGroup {
   bool has_met = false;                     // see PostMortem::meet
 };
 
+// A call of a group's transport, which knows when the device has done it.
+struct LaneCall {
+  fsdp_transport *transport = nullptr;  // null: none
+  fsdp_channel channel = FSDP_CHANNEL_GATHER;
+  uint64_t ticket = 0;
+};
+
 class Provider {
  public:
   explicit Provider(c10::Device device);
@@ -62,6 +69,7 @@ class Provider {
   // Runs `body` with the lane's stream as the current one.
   template <typename Body>
   void on_lane(fsdp_lane lane, Body &&body) const {
+    newest_calls_[lane] = {};
     if (!has_streams_ || lane == FSDP_LANE_COMPUTE) {
       body();
       return;
@@ -70,8 +78,8 @@ class Provider {
     body();
   }
 
-  // Host lanes: makes a call of the group's transport a part of the lane's
-  // work.
+  // Makes a call of the group's transport a part of the lane's work; on a
+  // stream lane it is there.
   void add_call(fsdp_lane lane, Group *group, fsdp_channel channel,
                 uint64_t ticket);
   // Runs `step` after the lane's work so far; on a stream lane that is now.
@@ -133,6 +141,7 @@ class Provider {
                      const std::string &operation) const;
 
   c10::Stream stream_of(fsdp_lane lane) const;
+  void record_on_device(fsdp_event *event);
 
   c10::Device device_;
   struct Marks;
@@ -140,6 +149,8 @@ class Provider {
   bool has_streams_;
   // By lane; COMPUTE is the current stream, whatever its entry says.
   std::vector<c10::Stream> streams_;
+  // By stream lane: the call that is its newest work, if that is a call.
+  mutable std::array<LaneCall, FSDP_NUM_LANES> newest_calls_;
   std::array<HostLane, FSDP_NUM_LANES> host_lanes_;
   struct Block {
     c10::DataPtr data;
