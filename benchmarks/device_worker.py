@@ -195,6 +195,7 @@ def train(args: argparse.Namespace) -> Json:
     held["late_peak"] = trainer.held["active"]
     held["late_reserved"] = trainer.held["reserved"]
     set_behind(False)
+    trainer.step()  # the device comes up to the host
     before = counts()
     trainer.step()
     calls = {name: value - before[name] for name, value in counts().items()}

@@ -53,8 +53,9 @@ void *fsdp_nccl_priv_event_behind(fsdp_nccl_transport *transport,
   (void)pthread_mutex_lock(&transport->lock);
   for (int64_t i = channel->num_outstanding - 1; i >= 0; i--) {
     const fsdp_nccl_outstanding *place = at(channel, i);
-    if (place->last_sequence < sequence) break;
-    event = place->event;
+    if (place->operation.sequence > sequence) continue;
+    if (place->last_sequence >= sequence) event = place->event;
+    break;
   }
   (void)pthread_mutex_unlock(&transport->lock);
   return event;

@@ -136,7 +136,12 @@ TEST(test_the_end_of_a_call) {
   CHECK(ops->end_of(transport, FSDP_CHANNEL_GATHER, tickets[126]) != newest);
   CHECK(ops->end_of(transport, FSDP_CHANNEL_GATHER, tickets[127]) == newest);
   CHECK(ops->end_of(transport, FSDP_CHANNEL_GATHER, tickets[200]) == newest);
+  /* The oldest one is done, the others not. */
   nccl_fake_hold_events(false);
+  CHECK_OK(fsdp_nccl_priv_retire(fsdp_nccl_priv_of(transport),
+                                 FSDP_CHANNEL_GATHER, 1, &error));
+  CHECK(ops->end_of(transport, FSDP_CHANNEL_GATHER, tickets[0]) == NULL);
+  CHECK(ops->end_of(transport, FSDP_CHANNEL_GATHER, tickets[1]) != NULL);
   CHECK_OK(fsdp_nccl_priv_retire(fsdp_nccl_priv_of(transport),
                                  FSDP_CHANNEL_GATHER, FSDP_NCCL_MAX_OUTSTANDING,
                                  &error));
