@@ -81,7 +81,8 @@ void LeftTensor::recall(at::Tensor &tensor) {
 // its memory goes when the user clears it, as in torch's classes. On a CPU only
 // flat gradients are left so: original and sharded parameters have many
 // gradients, whose tensors are made once for the whole run there, and their
-// memory goes with the next forward.
+// memory goes with the next forward. Nor are those left that are still being
+// reduced after backward (set_is_last_backward).
 void leave_grads(Unit &unit) {
   unit.grads_are_left = true;
   for (Segment &segment : unit.segments) {
@@ -90,7 +91,10 @@ void leave_grads(Unit &unit) {
       segment.left_grad.leave(segment.grad_shard);
     }
   }
-  if (unit.device.is_cpu() || unit.offloads || !unit.use_orig_params) return;
+  if (unit.device.is_cpu() || unit.offloads || !unit.use_orig_params ||
+      fsdp_engine_has_open_reduces(unit.engine->core)) {
+    return;
+  }
   for (Segment &segment : unit.segments) {
     segment.next_grad = at::Tensor();
     if (!segment.grad_shard.defined()) continue;

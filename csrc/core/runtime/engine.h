@@ -430,6 +430,8 @@ FSDP_NODISCARD fsdp_status fsdp_engine_join_host(fsdp_engine *engine,
 void fsdp_engine_set_waits_for_reduces(fsdp_engine *engine, bool waits);
 FSDP_NODISCARD fsdp_status fsdp_engine_join_reduces(fsdp_engine *engine,
                                                     fsdp_error *error);
+/* Whether reductions may still run for which COMPUTE does not wait. */
+bool fsdp_engine_has_open_reduces(const fsdp_engine *engine);
 
 /*
  * Reduces what backwards with FSDP_SYNC_NONE and FSDP_SYNC_SHARD kept, as the

@@ -71,6 +71,10 @@ done:
   return status;
 }
 
+bool fsdp_engine_has_open_reduces(const fsdp_engine *engine) {
+  return engine->has_open_reduces;
+}
+
 /* Unsharded ---------------------------------------------------------------- */
 
 /* Takes a block in held dtype, or in reduce dtype. */
