@@ -8,8 +8,6 @@ point elsewhere.
 """
 
 import ctypes
-import itertools
-import math
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -62,17 +60,8 @@ class FileItem(NamedTuple):
     tensor: Tensor
 
 
-class Slot(NamedTuple):
-    """The same without the values."""
-
-    key: str
-    begin: int
-    dtype: str
-    shape: tuple[int, ...]
-
-
 class Written(NamedTuple):
-    """What :func:`write_tensors` wrote."""
+    """What :func:`write_items` wrote."""
 
     nbytes: int
     checksums: list[int]
@@ -82,37 +71,13 @@ class Written(NamedTuple):
 def write_items(
     path: str, items: Sequence[FileItem], *, save_id: str, advance: Advance
 ) -> Written:
-    """Write a rank's file, its bytes straight from the tensors' memory.
+    """Write a rank's file, new and synced, straight from the tensors' memory.
 
-    Tensors on a device come to the host one at a time. See :func:`write_tensors`.
-    """
-    slots = [
-        Slot(
-            item.key,
-            item.begin,
-            dtype_name(item.tensor.dtype, item.key),
-            tuple(item.tensor.shape),
-        )
-        for item in items
-    ]
-    chunks = _chunks_of(item.tensor for item in items)
-    return write_tensors(path, slots, chunks, save_id=save_id, advance=advance)
-
-
-def write_tensors(
-    path: str,
-    slots: Sequence[Slot],
-    chunks: Iterable[Chunk],
-    *,
-    save_id: str,
-    advance: Advance,
-) -> Written:
-    """Write a rank's file, new and synced.
+    Tensors on a device come to the host one at a time.
 
     Args:
         path: Of the file.
-        slots: Its tensors, in order.
-        chunks: Their bytes, in the same order, cut anywhere.
+        items: Its tensors, in order.
         save_id: Goes into the header.
         advance: Called with the numbers of bytes written.
 
@@ -121,29 +86,28 @@ def write_tensors(
         OSError: The file exists, or cannot be written.
     """
     header, places = make_header(
-        ((slot.key, slot.dtype, slot.shape) for slot in slots),
+        (
+            (key, dtype_name(tensor.dtype, key), tuple(tensor.shape))
+            for key, _, tensor in items
+        ),
         {"format": "pt", "save_id": save_id},
     )
     sums = BlockSums()
     with new_file(path) as descriptor:
-        chain = itertools.chain([(memoryview(header), header)], chunks)
-        nbytes = write_all(descriptor, chain, sums.update, advance)
+        nbytes = write_all(descriptor, _chunks(header, items), sums.update, advance)
     pieces = {
-        slot.key: Piece(
-            slot.key,
-            slot.dtype,
-            slot.begin,
-            slot.begin + math.prod(slot.shape),
-            places[slot.key].begin,
+        key: Piece(
+            key, places[key].dtype, begin, begin + tensor.numel(), places[key].begin
         )
-        for slot in slots
+        for key, begin, tensor in items
     }
     return Written(nbytes, sums.finish(), pieces)
 
 
-def _chunks_of(tensors: Iterable[Tensor]) -> Iterator[Chunk]:
-    for tensor in tensors:
-        host = on_host(tensor)
+def _chunks(header: bytes, items: Sequence[FileItem]) -> Iterator[Chunk]:
+    yield memoryview(header), header
+    for item in items:
+        host = on_host(item.tensor)
         yield bytes_of(host), host
 
 
