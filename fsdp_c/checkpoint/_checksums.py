@@ -6,21 +6,15 @@ byte ranges checks the blocks around them and reads nothing else.
 
 from collections.abc import Iterable
 
-from fsdp_c import _native
+from fsdp_c._native import crc32c
 
 BLOCK_NBYTES = 1 << 20
-
-
-def crc32c(data: bytes | memoryview, value: int = 0) -> int:
-    """Return the CRC-32C of ``data``, going on from ``value``."""
-    return _native.crc32c(data, value)
 
 
 class BlockSums:
     """Checksums of a stream of bytes, block by block."""
 
-    def __init__(self, block_nbytes: int = BLOCK_NBYTES) -> None:
-        self._block_nbytes = block_nbytes
+    def __init__(self) -> None:
         self._open_nbytes = 0
         self._value = 0
         self._sums: list[int] = []
@@ -29,11 +23,11 @@ class BlockSums:
         """Add the next bytes."""
         begin = 0
         while begin < len(data):
-            end = min(len(data), begin + self._block_nbytes - self._open_nbytes)
+            end = min(len(data), begin + BLOCK_NBYTES - self._open_nbytes)
             self._value = crc32c(data[begin:end], self._value)
             self._open_nbytes += end - begin
             begin = end
-            if self._open_nbytes == self._block_nbytes:
+            if self._open_nbytes == BLOCK_NBYTES:
                 self._close()
 
     def _close(self) -> None:

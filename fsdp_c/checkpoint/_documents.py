@@ -10,7 +10,7 @@ import math
 import re
 from typing import Any, NoReturn
 
-from fsdp_c.checkpoint._checksums import crc32c
+from fsdp_c._native import crc32c
 
 MAX_NBYTES = 1 << 30
 _HEAD = re.compile(rb'\{"crc32c": "([0-9a-f]{8})",\n')

@@ -16,12 +16,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fsdp_c.checkpoint._checksums import (
-    BLOCK_NBYTES,
-    BlockSums,
-    block_runs,
-    crc32c,
-)
+from fsdp_c._native import crc32c
+from fsdp_c.checkpoint._checksums import BLOCK_NBYTES, BlockSums, block_runs
 from fsdp_c.checkpoint._dtypes import dtype_name
 from fsdp_c.checkpoint._memory import bytes_of, on_host
 from fsdp_c.checkpoint._rank_entry import Piece
