@@ -128,11 +128,8 @@ def _names_in(folder: str) -> list[str]:
 
 
 def _find_tensors(source: Source, dtype: torch.dtype | None) -> list[_Tensor]:
-    specs: list[ParamSpec | WholeSpec] = [
-        unit.params[index] for unit, index in source.manifest.params()
-    ]
     tensors = []
-    for spec in (*specs, *source.manifest.wholes):
+    for spec in source.manifest.tensors():
         what = repr(spec.name)
         parts = find_parts(source, what, spec, (0, spec.numel))
         for part in parts:

@@ -39,10 +39,10 @@ class Holders:
         self._params: dict[str, tuple[UnitSpec, int]] = {}
         self._wholes: dict[str, WholeSpec] = {}
         self._layouts: dict[str, _native.Layout] = {}
-        for unit, index in manifest.params():
-            param = unit.params[index]
-            for name in (param.name, *param.aliases):
-                self._params[name] = (unit, index)
+        for unit in manifest.units:
+            for index, param in enumerate(unit.params):
+                for name in (param.name, *param.aliases):
+                    self._params[name] = (unit, index)
         for whole in manifest.wholes:
             for name in (whole.name, *whole.aliases):
                 self._wholes[name] = whole

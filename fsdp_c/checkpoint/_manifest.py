@@ -164,11 +164,11 @@ class Manifest:
     nbytes: int = 0
     """Of all rank files."""
 
-    def params(self) -> Iterator[tuple[UnitSpec, int]]:
-        """Yield every sharded parameter as (unit, index in it)."""
+    def tensors(self) -> Iterator[ParamSpec | WholeSpec]:
+        """Yield the parameters of all units, then what rank 0 saved whole."""
         for unit in self.units:
-            for index in range(len(unit.params)):
-                yield unit, index
+            yield from unit.params
+        yield from self.wholes
 
     def dump(self) -> bytes:
         """Return the manifest as a document."""
@@ -348,17 +348,14 @@ def _state(value: Any, where: str) -> StateSpec:
 def _check_names(manifest: Manifest) -> None:
     """Check that no two tensors of the model have a name in common."""
     seen: set[str] = set()
-    specs: list[ParamSpec | WholeSpec] = [
-        unit.params[index] for unit, index in manifest.params()
-    ]
-    for spec in (*specs, *manifest.wholes):
+    for spec in manifest.tensors():
         for name in (spec.name, *spec.aliases):
             if name in seen:
                 raise ValueError(f"name {name!r:.200} is used for two tensors")
             seen.add(name)
     if manifest.optim is not None:
         unknown = manifest.optim.states.keys() - {
-            spec.name for spec in (*specs, *manifest.wholes)
+            spec.name for spec in manifest.tensors()
         }
         if unknown:
             raise ValueError(

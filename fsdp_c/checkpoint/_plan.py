@@ -74,9 +74,7 @@ def plan_parameters(
             target.special.plan(source, target, spec)
         else:
             plan_target(source, target, spec)
-    manifest = source.manifest
-    names = [unit.params[index].name for unit, index in manifest.params()]
-    names += [whole.name for whole in manifest.wholes]
+    names = [spec.name for spec in source.manifest.tensors()]
     return missing, [name for name in names if name not in used]
 
 

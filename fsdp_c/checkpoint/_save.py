@@ -280,10 +280,7 @@ def _merge(collected: Collected, reports: list[Any]) -> Manifest:
                 f"rank {rank} holds other units than rank 0: all ranks of "
                 "process_group must hold the same wrapped model"
             )
-    names = [
-        *(param.name for unit in manifest.units for param in unit.params),
-        *(whole.name for whole in manifest.wholes),
-    ]
+    names = [spec.name for spec in manifest.tensors()]
     states, problems = merge_states(names, [report[2] for report in reports])
     if problems:
         raise CheckpointError("the optimizer states differ", problems)

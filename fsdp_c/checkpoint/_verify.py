@@ -31,9 +31,11 @@ class Info:
     @property
     def numel(self) -> int:
         """Elements of all parameters."""
-        manifest = self.manifest
-        numel = sum(unit.params[index].numel for unit, index in manifest.params())
-        return numel + sum(each.numel for each in manifest.wholes if each.is_param)
+        return sum(
+            each.numel
+            for each in self.manifest.tensors()
+            if isinstance(each, ParamSpec) or each.is_param
+        )
 
     def __str__(self) -> str:
         manifest = self.manifest

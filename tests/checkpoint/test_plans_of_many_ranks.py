@@ -92,7 +92,7 @@ def test_all_ranks_together_read_everything_once() -> None:
     document = _manifest(64).dump()
     plans = [_plan(document, 48, rank) for rank in range(48)]
     manifest = parse_manifest(document)
-    total = sum(unit.params[index].numel for unit, index in manifest.params())
+    total = sum(param.numel for unit in manifest.units for param in unit.params)
     assert sum(sum(plan.values()) for plan in plans) == total
 
 
