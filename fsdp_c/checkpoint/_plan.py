@@ -120,6 +120,13 @@ class Part(NamedTuple):
         begin, end = self.byte(self.begin), self.byte(self.end)
         return self.rank.reads.chunks(begin, end)
 
+    def plan_read(self, what: str, first: int, values: Tensor) -> None:
+        """Plan to read the elements into ``values``, those from ``first`` on."""
+        begin, end = self.byte(self.begin), self.byte(self.end)
+        target = values[self.begin - first : self.end - first]
+        dtype = dtype_named(self.piece.dtype)
+        self.rank.reads.reads.append(Read(what, begin, end, dtype, target))
+
 
 def find_parts(
     source: Source,
@@ -180,16 +187,7 @@ def plan_target(
     """Add the reads that fill ``target``; problems go to the source."""
     elements = target.begin, target.end
     for part in find_parts(source, target.what, spec, elements, state):
-        begin, end = part.begin - target.begin, part.end - target.begin
-        part.rank.reads.reads.append(
-            Read(
-                target.what,
-                part.byte(part.begin),
-                part.byte(part.end),
-                dtype_named(part.piece.dtype),
-                target.tensor[begin:end],
-            )
-        )
+        part.plan_read(target.what, target.begin, target.tensor)
 
 
 class Plain(NamedTuple):

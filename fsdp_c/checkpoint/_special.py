@@ -32,9 +32,8 @@ from fsdp_c.checkpoint._dtypes import dtype_name, dtype_named
 from fsdp_c.checkpoint._holders import Held
 from fsdp_c.checkpoint._manifest import ParamSpec, WholeSpec
 from fsdp_c.checkpoint._plain import decode, encode, tensor_keys
-from fsdp_c.checkpoint._plan import Target
+from fsdp_c.checkpoint._plan import Part, Target
 from fsdp_c.checkpoint._rank_entry import model_key, state_key
-from fsdp_c.checkpoint._reads import Read
 from fsdp_c.checkpoint._source import RankSource, Source
 
 _DTYPE = "torch.dtype"
@@ -216,11 +215,8 @@ class SpecialState:
                     "which the manifest lists"
                 )
                 continue
-            kind = dtype_named(piece.dtype)
-            first = piece.offset + (held.begin - piece.begin) * kind.itemsize
-            last = piece.offset + (held.end - piece.begin) * kind.itemsize
-            into = values[held.begin - target.begin : held.end - target.begin]
-            each.rank.reads.reads.append(Read(target.what, first, last, kind, into))
+            own = Part(each.rank, piece, held.begin, held.end)
+            own.plan_read(target.what, target.begin, values)
         return SpecialState(name, part, values, saved)
 
     @property
