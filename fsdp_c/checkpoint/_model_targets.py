@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from fsdp_c._state.parts import ParamPart
 from fsdp_c.checkpoint._contents import Buffer, Contents
@@ -25,9 +24,10 @@ class ModelTargets:
     def _of_place(self, place: ParamPart) -> Target:
         home = place.home
         memory, opaque = home.memory, home.opaque
-        special = None
+        plan_special = None
         if opaque is not None:
             special = SpecialParam(opaque)
+            plan_special = special.plan
             part = torch.empty(0, dtype=place.param.dtype)
             self._finish.append(special.finish)
         elif memory is not None:
@@ -45,7 +45,7 @@ class ModelTargets:
             place.begin,
             place.end,
             part,
-            special,
+            plan_special,
         )
 
     def _of_buffer(self, buffer: Buffer) -> Target:
@@ -54,7 +54,8 @@ class ModelTargets:
             flat = tensor.reshape(-1)
             self._finish.append(lambda: was_written(tensor))
         else:
-            flat = self._copied(tensor, buffer.dtype)
+            flat = torch.empty(tensor.numel(), dtype=buffer.dtype, device=tensor.device)
+            self._finish.append(lambda: tensor.copy_(flat.reshape(tensor.shape)))
         return Target(
             f"buffer {buffer.names[0]!r}",
             buffer.names,
@@ -63,12 +64,6 @@ class ModelTargets:
             tensor.numel(),
             flat,
         )
-
-    def _copied(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return new memory that :meth:`finish` copies into ``tensor``."""
-        flat = torch.empty(tensor.numel(), dtype=dtype, device=tensor.device)
-        self._finish.append(lambda: tensor.copy_(flat.reshape(tensor.shape)))
-        return flat
 
     def finish(self) -> None:
         """Copy what was read beside its place, once all targets are filled."""

@@ -1,8 +1,8 @@
 """Plans which bytes of which rank files this rank reads."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -27,7 +27,8 @@ class Target:
         begin: First element.
         end: One past the last element.
         tensor: 1-D, ``end - begin`` elements.
-        special: In its place, a parameter of a class without values.
+        plan_special: In its place, of a parameter of a class without values: plans the
+            reads; see fsdp_c.checkpoint._special.
     """
 
     what: str
@@ -36,15 +37,9 @@ class Target:
     begin: int
     end: int
     tensor: Tensor
-    special: "Special | None" = None
-
-
-class Special(Protocol):
-    """What plans its own reads; see fsdp_c.checkpoint._special."""
-
-    def plan(
-        self, source: Source, target: Target, spec: ParamSpec | WholeSpec
-    ) -> None: ...
+    plan_special: Callable[[Source, "Target", ParamSpec | WholeSpec], None] | None = (
+        None
+    )
 
 
 def plan_parameters(
@@ -70,8 +65,8 @@ def plan_parameters(
         spec = next(iter(found.values()))
         if not _fits(target, found, source.problems):
             continue
-        if target.special is not None:
-            target.special.plan(source, target, spec)
+        if target.plan_special is not None:
+            target.plan_special(source, target, spec)
         else:
             plan_target(source, target, spec)
     names = [spec.name for spec in source.manifest.tensors()]
