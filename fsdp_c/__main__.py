@@ -13,7 +13,7 @@ COMMANDS = {
     ),
     "checkpoint": (
         "fsdp_c.checkpoint._command",
-        "info|verify|export|reshard PATH ...",
+        "info|verify|export PATH ...",
         "inspect and convert checkpoints",
     ),
     "trace": (

@@ -141,6 +141,13 @@ def test_all_commands_are_documented() -> None:
     assert not COMMANDS.keys() - named
 
 
+@pytest.mark.parametrize("name", ["checkpoint", "trace"])
+def test_help_names_the_words_of_a_command(name: str) -> None:
+    module: Any = import_module(COMMANDS[name][0])
+    (words,) = (each for each in module._parser()._actions if each.choices)
+    assert COMMANDS[name][1].split()[0].split("|") == list(words.choices)
+
+
 def test_all_pages_are_reachable() -> None:
     """From README.md, by links."""
     seen: set[str] = set()
