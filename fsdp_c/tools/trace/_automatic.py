@@ -10,6 +10,7 @@ import atexit
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -33,11 +34,13 @@ class _Watcher:
         self.folder = folder
         self.num_forwards = 1  # the engine is made by the first
         self.timeline: Timeline | None = None
-        self.handle: Any = (
-            root.register_forward_pre_hook(self.before_forward)
-            if group_of(root) is None
-            else _BeforeRun(root, self.before_forward)
-        )
+        self.leave: Callable[[], object]  # ends the calls before a forward
+        group = group_of(root)
+        if group is None:
+            self.leave = root.register_forward_pre_hook(self.before_forward).remove
+        else:  # hooks of such a module run when the step has begun
+            group.before_run = self.before_forward
+            self.leave = partial(setattr, group, "before_run", None)
 
     def before_forward(self, module: nn.Module, args: Any) -> None:
         if root_engine(module) is not self.engine:
@@ -51,19 +54,19 @@ class _Watcher:
 
     def begin(self, module: nn.Module) -> None:
         if _Watcher.taken:
-            self.handle.remove()
+            self.leave()
             return
         _Watcher.taken = True
         try:
             self.timeline = start(module, NUM_STEPS, folder=self.folder)
         except (OSError, RuntimeError, ValueError) as error:
             warnings.warn(f"FSDP_C_TRACE: nothing is recorded: {error}", stacklevel=2)
-            self.handle.remove()
+            self.leave()
             return
         atexit.register(self.end)
 
     def end(self) -> None:
-        self.handle.remove()
+        self.leave()
         timeline, self.timeline = self.timeline, None
         if timeline is None:
             return
@@ -79,25 +82,6 @@ class _Watcher:
                 f"python -m fsdp_c trace summary {self.folder}",
                 file=sys.stderr,
             )
-
-
-class _BeforeRun:
-    """Calls a function before each forward of a root of fully_shard().
-
-    Hooks of such a module run when the step has begun.
-    """
-
-    def __init__(
-        self, root: nn.Module, before: Callable[[nn.Module, Any], object]
-    ) -> None:
-        group = group_of(root)
-        assert group is not None
-        self._group = group
-        group.before_run = before
-
-    def remove(self) -> None:
-        """Call no more."""
-        self._group.before_run = None
 
 
 def install(folder: str) -> None:
