@@ -14,11 +14,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
 from helpers.distributed import distributed
-from helpers.impl import fsdp
-from helpers.models import DIM, Block
+from helpers.models import DIM
 from helpers.reference import sgd
 from helpers.rows import APIS, shard_by
-from helpers.transports import over
+from helpers.transports import OWN, over
 
 pytestmark = [
     pytest.mark.cpu_only("an accelerator's shards are not in host memory"),
@@ -34,22 +33,22 @@ REFUSAL = (
 
 
 class _Layer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.fc = nn.Linear(WIDTH, WIDTH)
+        self.fc = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.fc(x))
 
 
-def _model(api: str) -> Any:
+def _model(api: str, width: int = WIDTH) -> Any:
     torch.manual_seed(0)
-    return shard_by(api, nn.Sequential(_Layer(), _Layer()), {_Layer})
+    return shard_by(api, nn.Sequential(_Layer(width), _Layer(width)), {_Layer})
 
 
-def _step(model: Any, optimizer: torch.optim.Optimizer) -> None:
+def _step(model: Any, optimizer: torch.optim.Optimizer, width: int = WIDTH) -> None:
     optimizer.zero_grad()
-    model(torch.ones(2, WIDTH)).square().sum().backward()
+    model(torch.ones(2, width)).square().sum().backward()
     optimizer.step()
 
 
@@ -119,33 +118,27 @@ def test_a_shard_that_the_parent_changes_is_refused(api: str) -> None:
     assert _sums(_shards(model)) != now
 
 
-@pytest.mark.parametrize("switch", ["copy", "c10d"])
 @pytest.mark.parametrize("api", APIS)
 @distributed(world_size=2)
-def test_private_shards_are_a_snapshot(api: str, switch: str) -> None:
-    with over(switch):
-        model = _model(api)
-        optimizer = sgd(model.parameters())
-        _step(model, optimizer)
-        expected = _sums(_shards(model))
-        child = _Child(lambda: _sums(_shards(model)))
-        for _ in range(2):
-            _step(model, optimizer)
-        assert child.run() == expected
-        assert _sums(_shards(model)) != expected
-
-
-@pytest.mark.parametrize("api", APIS)
-@distributed(world_size=2)
-def test_shards_before_the_first_forward_are_a_snapshot(api: str) -> None:
-    """Nobody has mapped them yet."""
-    model = _model(api)
-    optimizer = sgd(model.parameters())
-    expected = _sums(_shards(model))
-    child = _Child(lambda: _sums(_shards(model)))
-    for _ in range(2):
-        _step(model, optimizer)
-    assert child.run() == expected
+def test_private_shards_are_a_snapshot(api: str) -> None:
+    """By a switch, before anybody has mapped them, and in units below 4 KiB."""
+    for switch, width, num_steps in (
+        ("copy", WIDTH, 1),
+        ("c10d", WIDTH, 1),
+        (OWN, WIDTH, 0),
+        (OWN, DIM, 1),
+    ):
+        with over(switch):
+            model = _model(api, width)
+            optimizer = sgd(model.parameters())
+            for _ in range(num_steps):
+                _step(model, optimizer, width)
+            expected = _sums(_shards(model))
+            child = _Child(lambda model=model: _sums(_shards(model)))
+            for _ in range(2):
+                _step(model, optimizer, width)
+            assert child.run() == expected
+            assert _sums(_shards(model)) != expected
 
 
 @distributed(world_size=2)
@@ -190,15 +183,3 @@ def test_workers_of_a_data_loader_notice_nothing(api: str) -> None:
     for thread in threading.enumerate():
         if thread.name == "QueueFeederThread":  # the loader's; it ends by itself
             thread.join()
-
-
-@distributed(world_size=2)
-def test_a_small_model_has_no_shared_shards() -> None:
-    """Units below 4 KiB are gathered: their shards are private."""
-    model = fsdp(nn.Sequential(Block()), units={Block}, use_orig_params=True)
-    optimizer = sgd(model.parameters())
-    model(torch.ones(2, DIM)).sum().backward()
-    expected = _sums(_shards(model))
-    child = _Child(lambda: _sums(_shards(model)))
-    optimizer.step()
-    assert child.run() == expected
