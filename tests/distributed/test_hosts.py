@@ -20,7 +20,7 @@ from helpers.impl import fsdp
 from helpers.models import CASES
 from helpers.reference import Differential
 from helpers.rows import APIS, in_either_api
-from helpers.transports import transport_of
+from helpers.transports import OWN, meet, over, transport_of
 
 pytestmark = pytest.mark.cpu_only("hosts are told apart on the CPU")
 
@@ -127,27 +127,19 @@ def test_other_layouts_are_flat(hosts: str, why: str) -> None:
 def test_ranks_that_do_not_follow_each_other_are_flat() -> None:
     """Hosts that take turns."""
     with on_hosts("a", "b", "a", "b") as group:
-        model = fsdp(torch.nn.Linear(4, 4), process_group=group)
-        model(torch.ones(2, 4)).sum().backward()
-        name, reason = transport_of(group)
+        name, reason = meet(group)
         assert name == "c10d"
         assert "do not follow each other" in reason
-        del model
 
 
 @pytest.mark.parametrize("value", ["flat", "c10d"])
 @distributed(world_size=4)
 def test_a_switch_on_one_rank_keeps_all_flat(rank: int, value: str) -> None:
     """The others hear of it."""
-    with on_hosts("a", "a", "b", "b") as group:
-        with pytest.MonkeyPatch.context() as patch:
-            if rank == 2:
-                patch.setenv("FSDP_C_TRANSPORT", value)
-            model = fsdp(torch.nn.Linear(4, 4), process_group=group)
-            model(torch.ones(2, 4)).sum().backward()
+    switch = value if rank == 2 else OWN
+    with on_hosts("a", "a", "b", "b") as group, over(switch):
         why = f"rank 2: switched off by FSDP_C_TRANSPORT={value}"
-        assert transport_of(group) == ("c10d", why)
-        del model
+        assert meet(group) == ("c10d", why)
 
 
 @distributed(world_size=4)
@@ -155,8 +147,7 @@ def test_all_ranks_are_switched_off_and_on() -> None:
     """It holds for the engines that come later, also once the ranks have met."""
     with on_hosts("a", "a", "b", "b") as group:
         for value in ("flat", "", "flat"):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setenv("FSDP_C_TRANSPORT", value)
+            with over(value):
                 model = fsdp(torch.nn.Linear(4, 4), process_group=group)
                 model(torch.ones(2, 4)).sum().backward()
                 nbytes = fsdp_c.memory_stats(model)["ring_nbytes"]

@@ -16,7 +16,7 @@ from helpers.groups import hybrid_groups
 from helpers.impl import fsdp
 from helpers.reference import Differential
 from helpers.seeds import seeded
-from helpers.transports import OWN, c10d_only, over, transport_of
+from helpers.transports import OWN, c10d_only, meet, over, transport_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.int64]
 
@@ -68,10 +68,7 @@ def test_the_default_is_no_c10d() -> None:
     """From the first engine on, and for every group."""
     group = dist.new_group()
     assert transport_of(group) == ("c10d", "the group has not been used yet")
-    model = fsdp(torch.nn.Linear(4, 4), process_group=group)
-    model(torch.ones(2, 4)).sum().backward()
-    assert transport_of(group) == (OWN, "")
-    del model
+    assert meet(group) == (OWN, "")
     dist.destroy_process_group(group)
 
 
@@ -80,11 +77,8 @@ def test_a_switch_on_one_rank_holds_for_all(rank: int) -> None:
     """The others hear of it and do not wait; without it they meet again."""
     group = dist.new_group()
     with over("c10d" if rank == 1 else OWN):
-        model = fsdp(torch.nn.Linear(4, 4), process_group=group)
-        model(torch.ones(2, 4)).sum().backward()
         why = "rank 1: switched off by FSDP_C_TRANSPORT=c10d"
-        assert transport_of(group) == ("c10d", why)
-        del model
+        assert meet(group) == ("c10d", why)
     dist.destroy_process_group(group)
 
 
@@ -101,10 +95,7 @@ def test_a_group_that_was_switched_off_can_meet_later() -> None:
     group = dist.new_group()
     for transport in ("c10d", OWN):
         with over(transport):
-            model = fsdp(torch.nn.Linear(4, 4), process_group=group)
-            model(torch.ones(2, 4)).sum().backward()
-            assert transport_of(group)[0] == transport
-            del model
+            assert meet(group)[0] == transport
     dist.destroy_process_group(group)
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from helpers.distributed import TEST_DEVICE
+from helpers.impl import fsdp
 
 OWN = "shm" if TEST_DEVICE == "cpu" else "nccl"
 SWITCH = "FSDP_C_TRANSPORT"
@@ -40,6 +41,13 @@ def transport_of(group: dist.ProcessGroup) -> tuple[str, str]:
     from fsdp_c import _native
 
     return _native.transport(group, torch.device(TEST_DEVICE))
+
+
+def meet(group: dist.ProcessGroup) -> tuple[str, str]:
+    """Let a model use the group; return ``transport_of(group)`` then."""
+    model = fsdp(torch.nn.Linear(4, 4), process_group=group)
+    model(torch.ones(2, 4)).sum().backward()
+    return transport_of(group)
 
 
 def num_scratches(group: dist.ProcessGroup | None = None) -> int:
