@@ -38,7 +38,7 @@ from helpers.random_rows import (
     RowStep,
 )
 from helpers.reference import Differential, assert_same
-from helpers.rows import small_apart, whole_of
+from helpers.rows import gather_rows, small_apart
 from helpers.tensor_parallel import new_meshes, parallelize_nodes
 
 _POLICIES = {
@@ -170,30 +170,11 @@ class RowRun(Differential):
 
     def gather(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return whole parameters and gradients, put together here."""
-        params: dict[str, Tensor] = {}
-        grads: dict[str, Tensor] = {}
         if not self.is_open:
             named = dict(self.model.named_parameters())
             assert named.keys() == self.sharded.keys()
             assert all(param is self.sharded[name] for name, param in named.items())
-        named = self.sharded
-        values: dict[tuple[str, bool], DTensor] = {}
-        for name, param in named.items():
-            params[name] = param.detach()
-            grads[name] = torch.zeros(param.shape, dtype=param.dtype)
-            if not isinstance(param, DTensor):
-                assert not param.requires_grad, name
-                continue
-            values[name, False] = param
-            if param.grad is not None:
-                assert isinstance(param.grad, DTensor), name
-                assert param.grad.placements == param.placements, name
-                assert param.grad.dtype == param.dtype, name
-                values[name, True] = param.grad
-        whole = whole_of(list(values.values()))
-        for (name, is_grad), value in zip(values, whole, strict=True):
-            (grads if is_grad else params)[name] = value
-        return params, grads
+        return gather_rows(self.sharded)
 
     def check(self) -> None:
         """Compare also which gradients are None."""

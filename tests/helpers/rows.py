@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -88,6 +88,30 @@ def _undo(ranks: Tensor, placements: Any, parts: Sequence[Tensor]) -> Tensor:
     return pieces[0]
 
 
+def gather_rows(
+    named: Mapping[str, nn.Parameter],
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return whole parameters and gradients; only frozen ones may be no DTensors."""
+    wholes: list[dict[str, Tensor]] = [{}, {}]
+    values: dict[tuple[int, str], DTensor] = {}
+    for name, param in named.items():
+        wholes[0][name] = param.detach()
+        wholes[1][name] = torch.zeros(param.shape, dtype=param.dtype)
+        if not isinstance(param, DTensor):
+            assert not param.requires_grad, name
+            continue
+        values[0, name] = param
+        if param.grad is not None:
+            assert isinstance(param.grad, DTensor), name
+            assert param.grad.placements == param.placements, name
+            assert param.grad.dtype == param.dtype, name
+            values[1, name] = param.grad
+    gathered = whole_of(list(values.values()))
+    for (index, name), value in zip(values, gathered, strict=True):
+        wholes[index][name] = value
+    return wholes[0], wholes[1]
+
+
 class Rows(Differential):
     """A model under ``fully_shard`` and the unsharded one, both in fp64."""
 
@@ -126,21 +150,10 @@ class Rows(Differential):
         """Return whole parameters and gradients; check that objects stay the same."""
         named = dict(self.model.named_parameters())
         assert named.keys() == self.sharded.keys()
-        grads: dict[str, DTensor] = {}
         for name, param in named.items():
             assert param is self.sharded[name], name
             assert isinstance(param, DTensor), name
-            if param.grad is None:
-                continue
-            assert isinstance(param.grad, DTensor), name
-            assert param.grad.placements == param.placements
-            assert param.grad.dtype == param.dtype
-            grads[clean_name(name)] = param.grad
-        wholes = whole_of([*named.values(), *grads.values()])
-        params = dict(zip(map(clean_name, named), wholes, strict=False))
-        whole_grads = {name: torch.zeros_like(p) for name, p in params.items()}
-        whole_grads |= zip(grads, wholes[len(named) :], strict=True)
-        return params, whole_grads
+        return gather_rows({clean_name(name): p for name, p in named.items()})
 
     def check(self) -> None:
         """Compare also which gradients are None."""
