@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from helpers.distributed import distributed, every_strategy
 from helpers.groups import hybrid_groups
-from helpers.impl import fsdp
 from helpers.models import BATCH, DIM, Block
 from helpers.orders import debugging
 from helpers.reference import Differential, objects_of_all_ranks
@@ -39,10 +38,10 @@ def _make(strategy: str, use_orig_params: bool, **kwargs: Any) -> Differential:
     )
 
 
-def _failure(model: nn.Module, x: Tensor, *, backward: bool = False) -> str:
+def _failure(model: nn.Module, *, backward: bool = False) -> str:
     """Return the message of the error in a step, without its frames."""
     try:
-        out = model(x)
+        out = model(torch.ones(BATCH, DIM))
         if backward:
             out.sum().backward()
     except RuntimeError as error:
@@ -63,8 +62,7 @@ def test_different_orders(
         differential = _make(strategy, use_orig_params=True)
         if rank == world_size - 1:
             differential.model.module.order = [0, 2, 1, 3]
-        x = torch.ones(BATCH, DIM)
-        message = _failure(differential.model, x)
+        message = _failure(differential.model)
         assert message.startswith("Forward order differs across ranks: the ranks")
         assert "different orders" in message
         assert "blocks.1" in message
@@ -86,8 +84,7 @@ def test_training_goes_on_after_reset(rank: int, use_orig_params: bool) -> None:
         module = differential.model.module
         if rank == 0:
             module.order = [0, 3, 1]
-        x = torch.ones(BATCH, DIM)
-        assert "different orders" in _failure(differential.model, x)
+        assert "different orders" in _failure(differential.model)
         module.order = [0, 1, 2, 3]
         reset(differential.model)
         differential.train(2)
@@ -101,8 +98,7 @@ def test_rank_skips_a_unit(rank: int) -> None:
         differential = _make("FULL_SHARD", use_orig_params=True)
         if rank == 1:
             differential.model.module.order = [0, 1, 2]
-        x = torch.ones(BATCH, DIM)
-        message = _failure(differential.model, x, backward=True)
+        message = _failure(differential.model, backward=True)
         assert "different orders" in message
         assert "blocks.3" in message
         del differential
@@ -113,20 +109,13 @@ def test_rank_skips_a_unit(rank: int) -> None:
 def test_replicas(rank: int) -> None:
     """Shard groups compare for themselves: both differ here."""
     with hybrid_groups(2, 2) as groups, debugging("INFO"):
-        model = fsdp(
-            Ordered(),
-            process_group=groups,
-            strategy="HYBRID_SHARD",
-            units={Block},
-            use_orig_params=True,
-        )
+        differential = _make("HYBRID_SHARD", True, process_group=groups)
         if rank % 2 == 1:
-            model.module.order = [3, 2, 1, 0]
-        x = torch.ones(BATCH, DIM)
-        message = _failure(model, x)
+            differential.model.module.order = [3, 2, 1, 0]
+        message = _failure(differential.model)
         assert "blocks.0" in message
         assert "blocks.3" in message
-        del model
+        del differential
 
 
 @pytest.mark.trap(9)
