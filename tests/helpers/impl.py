@@ -3,7 +3,9 @@
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import fsdp_c
@@ -17,6 +19,7 @@ from fsdp_c import (
     memory_stats,
 )
 from fsdp_c._fully_shard.group import groups_in
+from helpers.models import CASES
 
 __all__ = [
     "FSDP",
@@ -30,6 +33,7 @@ __all__ = [
     "fsdp",
     "memory_stats",
     "unit_states",
+    "wrap_case",
 ]
 
 # Any: tests reach for what it keeps to itself.
@@ -49,6 +53,16 @@ def fsdp(
     if strategy is not None:
         kwargs["sharding_strategy"] = ShardingStrategy[strategy]
     return FSDP(module, **kwargs)
+
+
+def wrap_case(impl: str, name: str, seed: int = 0, **kwargs: Any) -> Any:
+    """Wrap the model of a case by fsdp_c, or on the CPU by "torch"."""
+    torch.manual_seed(seed)
+    module, units = CASES[name].build(), CASES[name].unit_classes
+    if impl != "torch":
+        return fsdp(module, units=units, **kwargs)
+    kwargs["auto_wrap_policy"] = ModuleWrapPolicy(units)
+    return TorchFSDP(module, device_id=torch.device("cpu"), **kwargs)
 
 
 def unit_states(model: nn.Module) -> set[str]:

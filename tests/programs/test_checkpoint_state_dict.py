@@ -24,21 +24,18 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from helpers.distributed import distributed
 from helpers.groups import kept_mesh
-from helpers.impl import FSDP, StateDictType, fsdp
+from helpers.impl import FSDP, StateDictType, wrap_case
 from helpers.models import CASES, loss_of
 from helpers.reference import assert_same, assert_same_tensors
 from helpers.seeds import generator
 from helpers.shared_folder import shared_folder
 from helpers.state_dicts import whole_state
 
-CPU = torch.device("cpu")
 STEPS = 2
 
 
@@ -49,13 +46,9 @@ def build(name: str, seed: int = 0) -> nn.Module:
 
 def wrap(impl: str, name: str, seed: int = 0, **kwargs: Any) -> nn.Module:
     """Return the model of the case, wrapped by fsdp_c or torch, or as it is."""
-    module = build(name, seed)
     if impl == "plain":
-        return module
-    kwargs["auto_wrap_policy"] = ModuleWrapPolicy(CASES[name].unit_classes)
-    if impl == "torch":
-        return TorchFSDP(module, device_id=CPU, **kwargs)
-    return fsdp(module, **kwargs)
+        return build(name, seed)
+    return wrap_case(impl, name, seed, **kwargs)
 
 
 def optimizer(model: nn.Module) -> torch.optim.Optimizer:

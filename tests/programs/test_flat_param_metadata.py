@@ -8,16 +8,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp._flat_param import FlatParameter as TorchFlatParameter
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import fsdp_c
 from helpers.distributed import distributed
-from helpers.impl import FSDP, ShardingStrategy, fsdp
+from helpers.impl import FSDP, ShardingStrategy, fsdp, wrap_case
 from helpers.models import CASES, loss_of
 from helpers.reference import assert_same, assert_same_tensors, objects_of_all_ranks
 from helpers.seeds import generator
 
-CPU = torch.device("cpu")
 PLAIN = (
     "_fqns",
     "_shapes",
@@ -37,15 +35,6 @@ OF_LAYOUT = (
 )
 
 
-def wrap(impl: str, name: str, **kwargs: Any) -> Any:
-    torch.manual_seed(0)
-    module = CASES[name].build()
-    kwargs["auto_wrap_policy"] = ModuleWrapPolicy(CASES[name].unit_classes)
-    if impl == "torch":
-        return TorchFSDP(module, device_id=CPU, **kwargs)
-    return fsdp(module, **kwargs)
-
-
 def step(model: nn.Module, name: str, optim: torch.optim.Optimizer) -> None:
     batch = CASES[name].inputs(generator(dist.get_rank()))
     loss_of(model(*batch)).backward()
@@ -63,7 +52,7 @@ def test_values_are_torchs(name: str, use_orig_params: bool) -> None:
         strategies.append(ShardingStrategy.NO_SHARD)
     for strategy in strategies:
         kwargs = {"use_orig_params": use_orig_params, "sharding_strategy": strategy}
-        models = [wrap(impl, name, **kwargs) for impl in ("fsdp_c", "torch")]
+        models = [wrap_case(impl, name, **kwargs) for impl in ("fsdp_c", "torch")]
         for model in models:  # torch sets some of them at the first step
             step(model, name, torch.optim.SGD(model.parameters(), lr=0.1))
         units = [TorchFSDP.fsdp_modules(model) for model in models]
@@ -125,7 +114,7 @@ def test_checkpointer_that_walks_metadata(
     As checkpointers do that write shards without communication: all that the reader
     knows of a parameter is what the flat parameter says.
     """
-    model = wrap("fsdp_c", name, use_orig_params=use_orig_params)
+    model = wrap_case("fsdp_c", name, use_orig_params=use_orig_params)
     files: list[Any] = []
     prefixes = {id(unit): prefix for prefix, unit in model.named_modules()}
     for unit in FSDP.fsdp_modules(model):
@@ -160,7 +149,7 @@ def test_checkpointer_that_walks_metadata(
 @distributed(world_size=2)
 def test_average_of_weights(use_orig_params: bool) -> None:
     """An average by hand, which looks at the handle before it swaps its values in."""
-    model = wrap("fsdp_c", "mlp", use_orig_params=use_orig_params)
+    model = wrap_case("fsdp_c", "mlp", use_orig_params=use_orig_params)
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     average = {name: value.clone() for name, value in model.state_dict().items()}
     shards: dict[str, Tensor] = {}

@@ -11,22 +11,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers.distributed import distributed
-from helpers.impl import FSDP, ShardingStrategy, fsdp
+from helpers.impl import FSDP, ShardingStrategy, wrap_case
 from helpers.models import CASES, loss_of
 from helpers.reference import assert_same_tensors
 from helpers.seeds import generator
 from helpers.state_dicts import FULL, LOCAL, SHARDED
-
-CPU = torch.device("cpu")
-
-
-def wrap(impl: str, **kwargs: Any) -> Any:
-    torch.manual_seed(0)
-    module = CASES["mlp"].build()
-    kwargs["auto_wrap_policy"] = ModuleWrapPolicy(CASES["mlp"].unit_classes)
-    if impl == "torch":
-        return TorchFSDP(module, device_id=CPU, **kwargs)
-    return fsdp(module, **kwargs)
 
 
 class Lazy:
@@ -58,14 +47,14 @@ def test_tensor_likes_load(use_orig_params: bool) -> None:
     torch.manual_seed(1)
     expected = CASES["mlp"].build().state_dict()
     for impl in ("fsdp_c", "torch"):
-        model = wrap(impl, use_orig_params=use_orig_params)
+        model = wrap_case(impl, "mlp", use_orig_params=use_orig_params)
         given = {name: Lazy(value) for name, value in expected.items()}
         model.load_state_dict(given)
         assert_same_tensors(impl, dict(model.state_dict()), expected, 0.0)
         if impl == "fsdp_c":
             assert {each.num_reads for each in given.values()} == {1}
     with pytest.raises(RuntimeError, match=r"inp\.weight.*expected torch\.Tensor"):
-        wrap("fsdp_c").load_state_dict({**expected, "inp.weight": 1})
+        wrap_case("fsdp_c", "mlp").load_state_dict({**expected, "inp.weight": 1})
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
@@ -76,7 +65,7 @@ def test_keep_vars(use_orig_params: bool) -> None:
         for keeps in (False, True):
             states = {}
             for impl in ("fsdp_c", "torch"):
-                model = wrap(impl, use_orig_params=use_orig_params)
+                model = wrap_case(impl, "mlp", use_orig_params=use_orig_params)
                 with TorchFSDP.state_dict_type(model, kind):
                     states[impl] = model.state_dict(keep_vars=keeps)
             ours, theirs = states["fsdp_c"], states["torch"]
@@ -101,7 +90,7 @@ def test_local_slices() -> None:
     for use_orig_params in (True, False):
         states = {}
         for impl in ("fsdp_c", "torch"):
-            model = wrap(impl, use_orig_params=use_orig_params)
+            model = wrap_case(impl, "mlp", use_orig_params=use_orig_params)
             with TorchFSDP.state_dict_type(model, LOCAL):
                 states[impl] = dict(model.state_dict())
         ours, theirs = states["fsdp_c"], states["torch"]
