@@ -101,16 +101,6 @@ def test_a_unit_follows_its_own_setting() -> None:
 
 
 @distributed(world_size=2)
-def test_no_buffer_dtype_casts_nothing() -> None:
-    """The other settings do not touch buffers."""
-    net = Net()
-    model = fsdp(net, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
-    model(torch.randn(4, 6)).sum().backward()
-    assert net.first.seen == [torch.float32]
-    assert net.scale.dtype == torch.float64
-
-
-@distributed(world_size=2)
 def test_wrapped_in_eval_mode() -> None:
     """The first forward of all is one in eval mode."""
     with pytest.MonkeyPatch.context() as patch:
