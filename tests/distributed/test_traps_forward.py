@@ -13,13 +13,11 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 from helpers.distributed import distributed, every_strategy
 from helpers.impl import FSDP, fsdp
-from helpers.models import CASES, DIM, MLP, Block, vectors
+from helpers.models import DIM, MLP, Block, vectors
 from helpers.reference import (
     Differential,
     assert_same_tensors,
-    clean_name,
     full_state_dict,
-    objects_of_all_ranks,
     with_model,
 )
 from helpers.rows import APIS, in_either_api
@@ -135,22 +133,6 @@ def test_parameter_shared_between_units(strategy: str, use_orig_params: bool) ->
     model = differential.model
     assert model.out.weight is model.inp.weight
     assert model.blocks[2].fc1.weight is model.blocks[0].fc1.weight
-
-
-@pytest.mark.trap(17)
-@distributed(world_size=(2, 3, 4))
-def test_parameters_of_all_ranks_have_the_same_names(world_size: int) -> None:
-    """Numels differ, some are zero, and names and order are the same everywhere."""
-    model = fsdp(CASES["uneven"].build(), use_orig_params=True)
-    mine = [(clean_name(n), p.numel(), p.dim()) for n, p in model.named_parameters()]
-    theirs = objects_of_all_ranks(mine)
-    expected = [n for n, _ in CASES["uneven"].build().named_parameters()]
-    for each in theirs:
-        assert [name for name, _, _ in each] == expected
-        assert {dim for _, _, dim in each} == {1}
-    numels = {tuple(numel for _, numel, _ in each) for each in theirs}
-    assert len(numels) == world_size
-    assert all(0 in each for each in numels)
 
 
 @pytest.mark.trap(17)
