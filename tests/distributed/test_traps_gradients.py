@@ -379,13 +379,3 @@ def test_accumulation_outside_no_sync_is_in_the_shards_dtype(
     for _ in range(60):
         model(torch.ones(37)).backward()
     assert_same("gradient", _gradient_of(model, 37), torch.full((37,), 4156.0), 1e-6)
-
-
-@pytest.mark.trap(11)
-@distributed(world_size=2)
-@with_model("called_twice")
-def test_block_is_reduced_twice_in_one_backward(differential: Differential) -> None:
-    """A unit whose gradients come in two waves adds the second to the first."""
-    for _ in range(3):  # no zero_grad: everything adds up
-        differential.forward_backward(2)
-        differential.checked_step()
