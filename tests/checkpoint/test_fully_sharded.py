@@ -27,6 +27,7 @@ from helpers.distributed import distributed
 from helpers.groups import groups_destroyed
 from helpers.models import VOCAB
 from helpers.seeds import generator
+from helpers.state_dicts import whole_state
 from helpers.tensor_parallel import (
     ParallelModel,
     parallelize,
@@ -138,15 +139,6 @@ def _train(
         optim.step()
 
 
-def _whole(model: nn.Module) -> dict[str, Tensor]:
-    if isinstance(model, FSDP):
-        return dict(model.state_dict())
-    return {
-        name: value.full_tensor() if isinstance(value, DTensor) else value
-        for name, value in model.state_dict().items()
-    }
-
-
 def _assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
@@ -213,7 +205,7 @@ def test_any_world_size_and_api(
                     group = meshes[other].get_group()
                     checkpoint.load(path, model, optim, process_group=group)
                     _train(model, optim, range(2, 4), rank, other)
-                    _assert_close(_whole(model), expected)
+                    _assert_close(whole_state(model.state_dict()), expected)
                 dist.barrier()
         del model, optim
 
@@ -229,11 +221,11 @@ def test_resume_is_bitwise_with_replicas(rank: int, tmp_path: Path) -> None:
         handle = checkpoint.save(tmp_path / "at-2", model, optim, blocking=False)
         _train(model, optim, range(2, 4), rank, 4)
         handle.result()
-        expected, state = _whole(model), _states(optim)
+        expected, state = whole_state(model.state_dict()), _states(optim)
         loaded = checkpoint.load(tmp_path / "at-2", model, optim)
         assert loaded.missing == loaded.unexpected == ()
         _train(model, optim, range(2, 4), rank, 4)
-        for name, value in _whole(model).items():
+        for name, value in whole_state(model.state_dict()).items():
             assert torch.equal(value, expected[name]), name
         for name, value in _states(optim).items():
             assert torch.equal(value, state[name]), name
@@ -292,13 +284,13 @@ def test_tensor_parallel(tmp_path: Path) -> None:
             checkpoint.save(tmp_path / "end", model, optim)
             other: Any = fully_shard(ParallelModel(hidden=7))
             checkpoint.load(tmp_path / "end", other)
-            _assert_close(_whole(other), reference.state_dict())
+            _assert_close(whole_state(other.state_dict()), reference.state_dict())
         model, optim, dp = build(2, 2)
         checkpoint.load(tmp_path / "of-4", _changed(model), optim)
         train(model, optim, range(2, 4), dp)
         checkpoint.save(tmp_path / "end", model, optim)
         checkpoint.load(tmp_path / "end", other)
-        _assert_close(_whole(other), reference.state_dict())
+        _assert_close(whole_state(other.state_dict()), reference.state_dict())
         del model, optim, other
 
 
@@ -386,7 +378,7 @@ def test_export_and_import(rank: int, tmp_path: Path) -> None:
     optim = _optimizer(model)
     _train(model, optim, range(2), rank, 2)
     checkpoint.save(tmp_path / "of-2", model, optim, random_states=False)
-    weights = _whole(model)
+    weights = whole_state(model.state_dict())
     if rank == 0:
         checkpoint.verify(tmp_path / "of-2")
         checkpoint.export(tmp_path / "of-2", tmp_path / "exported")
@@ -395,10 +387,10 @@ def test_export_and_import(rank: int, tmp_path: Path) -> None:
             assert torch.equal(value, weights[name]), name
     dist.barrier()
     checkpoint.import_safetensors(tmp_path / "exported", _changed(model))
-    for name, value in _whole(model).items():
+    for name, value in whole_state(model.state_dict()).items():
         assert torch.equal(value, weights[name]), name
     expected = _states(optim)
     checkpoint.load(tmp_path / "of-2", _changed(model), optim)
-    for name, value in _whole(model).items():
+    for name, value in whole_state(model.state_dict()).items():
         assert torch.equal(value, weights[name]), name
     assert all(torch.equal(v, expected[n]) for n, v in _states(optim).items())

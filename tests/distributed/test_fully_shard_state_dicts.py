@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import tree_map_only
 
 from fsdp_c import fully_shard
 from helpers.distributed import TEST_DEVICE, distributed
@@ -114,11 +115,7 @@ def _train(
 
 def _whole(value: Any) -> Any:
     """Return a state dict with whole tensors; it is a collective."""
-    if isinstance(value, dict):
-        return {key: _whole(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_whole(each) for each in value]
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    return tree_map_only(DTensor, DTensor.full_tensor, value)
 
 
 def _assert_alike(actual: Any, expected: Any, where: str = "") -> None:

@@ -21,6 +21,7 @@ from helpers.groups import groups_destroyed
 from helpers.reference import objects_of_all_ranks
 from helpers.seeds import seeded
 from helpers.shared_folder import shared_folder
+from helpers.state_dicts import whole_state
 from helpers.tensor_parallel import (
     MAKERS,
     ParallelFlat,
@@ -33,16 +34,9 @@ from helpers.tensor_parallel import (
 )
 
 
-def full_tensors(state: Any) -> Any:
-    """Return whole tensors for DTensors, nested dicts included."""
-    if isinstance(state, dict):
-        return {key: full_tensors(value) for key, value in state.items()}
-    return state.full_tensor() if isinstance(state, DTensor) else state
-
-
-def assert_equal(actual: Any, expected: Any) -> None:
-    """Compare nested dicts of tensors."""
-    torch.testing.assert_close(full_tensors(actual), full_tensors(expected))
+def assert_equal(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Compare state dicts by their whole tensors."""
+    torch.testing.assert_close(whole_state(actual), whole_state(expected))
 
 
 @pytest.mark.bookkeeping
@@ -70,7 +64,7 @@ def test_state_dicts(use_orig_params: bool, kind: str) -> None:
         assert isinstance(moment, DTensor)
         assert moment.shape == reference.blocks[0].up.weight.shape
         loss = shared_step(model, optimizer, seed=1)
-        after = full_tensors(model.state_dict())
+        after = whole_state(model.state_dict())
         other = make_flat(2, 2, use_orig_params=use_orig_params, seed=1)
         FSDP.set_state_dict_type(other, StateDictType[kind])
         other_optimizer = torch.optim.AdamW(other.parameters(), lr=0.01)
@@ -134,7 +128,7 @@ def test_own_checkpoint_at_another_shape(
         shared_step(model, optimizer, seed=0)
         path = Path(folder) / "checkpoint"
         checkpoint.save(path, model, optimizer)
-        expected = full_tensors(get_model_state_dict(model))
+        expected = whole_state(get_model_state_dict(model))
         loss = shared_step(model, optimizer, seed=1)
         other = MAKERS[loaded](*shape, seed=1)
         optimizer = torch.optim.AdamW(other.parameters(), lr=0.5)
