@@ -166,9 +166,7 @@ def test_adapters_without_units_of_their_own(
         use_orig_params=use_orig_params,
     )
     differential.train(2)
-    differential.zero_grad()
-    differential.accumulate(3, no_sync=True)
-    differential.check()
+    differential.run("znns")
     differential.clip(0.01)
     differential.check()
     differential.step()
@@ -217,11 +215,7 @@ def test_requires_grad_is_toggled_between_steps(
         _toggle(differential, names, is_trainable)
         differential.zero_grad()
         differential.train(1)
-        differential.zero_grad()
-        differential.accumulate(2, no_sync=True)
-        differential.check()
-        differential.step()
-        assert_idle(differential.model)
+        differential.run("znsu")
         for name, param in differential.model.named_parameters():
             if any(clean_name(name).startswith(prefix) for prefix in names):
                 assert param.requires_grad == is_trainable
@@ -347,11 +341,7 @@ def test_thawed_inside_reentrant_checkpointing(api: str) -> None:
         for model in (differential.reference, differential.model):
             for name, param in model.named_parameters():
                 param.requires_grad = is_trainable or "block" not in name
-        for _ in range(2):
-            differential.zero_grad()
-            differential.accumulate(3, no_sync=True)
-            differential.check()
-            differential.step()
+        differential.run("znnsu znnsu")
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -134,10 +134,7 @@ def test_replicas() -> None:
 def test_accumulation() -> None:
     rows = HeadRows()
     rows.steps("both")
-    for _ in range(2):
-        rows.zero_grad()
-        rows.accumulate(3, no_sync=True)
-        rows.checked_step()
+    rows.run("znnsu znnsu")
     rows.model.set_requires_gradient_sync(False, recurse=False)
     rows.zero_grad()
     rows.forward_backward()

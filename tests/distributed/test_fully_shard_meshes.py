@@ -410,9 +410,7 @@ def test_mesh_of_single_parameters(reshard_after_forward: bool | int | None) -> 
         )
         both.train(2)
         both.evaluate()
-        both.zero_grad()
-        both.accumulate(2, no_sync=True)
-        both.checked_step()
+        both.run("znsu")
         block = both.model.blocks[0]
         experts = block.experts
         assert experts.up.placements == (Replicate(), Shard(1))

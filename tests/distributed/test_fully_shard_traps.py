@@ -74,9 +74,7 @@ def test_1_reentrant_and_twice(reshards: bool) -> None:
     """Every use of a layer adds to its gradient, which is reduced once."""
     both = pair(RecomputedTwice, reshard_after_forward=reshards)
     both.train(2)
-    both.zero_grad()
-    both.accumulate(2, no_sync=True)
-    both.check()
+    both.run("zns")
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
@@ -125,11 +123,7 @@ def test_3_reduce_dtype() -> None:
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     both = pair(UsesSome, mp_policy=policy)
     both.tolerance = 1e-5  # reduced in fp32
-    for _ in range(2):
-        both.zero_grad()
-        both.accumulate(3, no_sync=True)
-        both.check()
-        both.step()
+    both.run("znnsu znnsu")
 
 
 @distributed(world_size=(2, 4))
