@@ -175,10 +175,7 @@ def test_mode_changes_in_mid_step(strategy: str) -> None:
     differential = _make(strategy, reduce_dtype=torch.float32)
     model = differential.model
     _train(differential, 1)
-    differential.zero_grad()
-    differential.forward_backward(inside=lambda: _compare_eval(differential))
-    differential.check()
-    differential.step()
+    differential.train(1, inside=lambda: _compare_eval(differential))
     differential.zero_grad()
     with model.no_sync():
         differential.forward_backward()

@@ -93,8 +93,7 @@ USES: dict[str, Callable[[Any], object]] = {
 def test_backward_after(use: str) -> None:
     """What the user does in between changes no gradient."""
     both = pair()
-    both.forward_backward(inside=lambda: USES[use](both.model))
-    both.checked_step()
+    both.train(1, inside=lambda: USES[use](both.model))
     both.train(1)
 
 
@@ -122,9 +121,7 @@ def test_optimizer_state_in_between() -> None:
         assert set(state["state"]) == set(both.model.state_dict())
         set_optimizer_state_dict(both.model, both.optimizer, state)
 
-    both.zero_grad()
-    both.forward_backward(inside=save_and_load)
-    both.check()
+    both.train(1, inside=save_and_load)
 
 
 @distributed(world_size=2)

@@ -25,7 +25,4 @@ def test_training_between_evaluations(api: str, transport: str) -> None:
     with over(transport):
         both = in_either_api(api, MLP, {Block})
         evaluate()
-        for _ in range(3):
-            both.zero_grad()
-            both.forward_backward(inside=evaluate)
-            both.checked_step()
+        both.train(3, inside=evaluate)

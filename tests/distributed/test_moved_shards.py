@@ -121,10 +121,7 @@ def test_shared_before_backward(api: str, strategy: str) -> None:
     """The parameters that the optimizer has, once gathered and once not yet."""
     both = in_either_api(api, _Net, {_Wide}, _inputs, strategy=strategy)
     params = list(both.model.parameters())
-    for _ in range(3):
-        both.zero_grad()
-        both.forward_backward(inside=lambda: _share(params))
-        both.checked_step()
+    both.train(3, inside=lambda: _share(params))
 
 
 # What is refused ----------------------------------------------------------------

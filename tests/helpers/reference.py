@@ -505,11 +505,16 @@ class Differential:
         self.reference_optimizer.zero_grad(set_to_none=set_to_none)
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
-    def train(self, num_steps: int = 3) -> None:
-        """Run whole training steps; compare gradients and parameters in each."""
+    def train(
+        self, num_steps: int = 3, *, inside: Callable[[], object] | None = None
+    ) -> None:
+        """Run whole training steps; compare gradients and parameters in each.
+
+        Before the backwards, ``inside``.
+        """
         for _ in range(num_steps):
             self.zero_grad()
-            self.forward_backward()
+            self.forward_backward(inside=inside)
             self.checked_step()
 
     def run(self, schedule: str) -> None:
