@@ -63,5 +63,11 @@ fsdp_status fsdp_shm_priv_lock(fsdp_shm *shm, fsdp_error *error) {
         (int64_t)getpid(), shm->rank, shm->owner);
   }
   (void)pthread_mutex_lock(&shm->mutex);
+  if (!shm->has_user) {
+    shm->user = pthread_self();
+    shm->has_user = true;
+  } else if (pthread_equal(shm->user, pthread_self()) == 0) {
+    atomic_store(&shm->peers[shm->rank].segment.header->has_threads, true);
+  }
   return FSDP_OK;
 }

@@ -19,7 +19,7 @@ enum {
   FSDP_SHM_LABEL_NBYTES = 128,
   FSDP_SHM_MESSAGE_SLOTS = 2, /* per receiver */
   FSDP_SHM_OFFERS = 16,       /* per sender */
-  FSDP_SHM_VERSION = 6
+  FSDP_SHM_VERSION = 7
 };
 
 typedef enum fsdp_shm_kind {
@@ -54,6 +54,8 @@ typedef struct fsdp_shm_channel_header {
   alignas(FSDP_SHM_LINE_NBYTES) _Atomic uint64_t num_started;
   _Atomic uint64_t num_ended;
   fsdp_shm_descriptor started[2];
+  /* The call in whose wait this rank's program is; 0: in none. */
+  _Atomic uint64_t awaited;
 } fsdp_shm_channel_header;
 
 typedef enum fsdp_shm_presence {
@@ -68,6 +70,7 @@ typedef struct fsdp_shm_header {
   alignas(FSDP_SHM_LINE_NBYTES) _Atomic uint32_t doorbell;
   _Atomic int32_t num_sleepers;
   alignas(FSDP_SHM_LINE_NBYTES) _Atomic uint32_t presence;
+  _Atomic bool has_threads; /* several have called the transport */
   char failure[FSDP_ERROR_MESSAGE_NBYTES];
   fsdp_shm_channel_header channels[FSDP_NUM_CHANNELS];
 } fsdp_shm_header;

@@ -143,6 +143,8 @@ typedef struct fsdp_shm {
 
   pthread_mutex_t mutex; /* guards all that follows */
   fsdp_shm_peer *peers;  /* of each rank, itself included */
+  pthread_t user;        /* the first thread that called */
+  bool has_user;
   fsdp_shm_channel channels[FSDP_NUM_CHANNELS];
   fsdp_shm_message *messages;
   size_t message_capacity;

@@ -112,6 +112,31 @@ static int64_t find_suspect(const fsdp_shm *shm, const fsdp_shm_goal *goal) {
   return suspect;
 }
 
+/*
+ * Note [Ranks that wait for each other]
+ * A rank whose only thread waits for a call makes no other one. If it has not
+ * made the call that this rank waits for, and itself waits for one that this
+ * rank has not made, neither ever ends: two calls on different channels, such
+ * as a gather and a reduction, which nobody compares.
+ */
+static bool waits_for_this(const fsdp_shm *shm, const fsdp_shm_goal *goal,
+                           int64_t peer) {
+  const fsdp_shm_header *mine = shm->peers[shm->rank].segment.header;
+  const fsdp_shm_header *theirs = shm->peers[peer].segment.header;
+  if (goal->is_messages || goal->shared != NULL ||
+      atomic_load(&mine->has_threads) || atomic_load(&theirs->has_threads)) {
+    return false;
+  }
+  for (int i = 0; i < FSDP_NUM_CHANNELS; i++) {
+    const uint64_t awaited = atomic_load(&theirs->channels[i].awaited);
+    if (awaited <= shm->channels[i].num_started) continue;
+    /* Read after `awaited`: from then on it starts none. */
+    return atomic_load(&theirs->channels[goal->channel].num_started) <=
+           shm->channels[goal->channel].num_ended;
+  }
+  return false;
+}
+
 /* Fails when a rank that is waited for failed, left, died or is too late. */
 static fsdp_status look_at_others(fsdp_shm *shm, const fsdp_shm_goal *goal,
                                   int64_t begin_ns, fsdp_error *error) {
@@ -127,7 +152,14 @@ static fsdp_status look_at_others(fsdp_shm *shm, const fsdp_shm_goal *goal,
       describe_goal(shm, goal, doing, sizeof doing);
       return fsdp_shm_priv_fail_as(shm, rank, doing, error);
     }
-    if (why == NULL) continue;
+    if (why == NULL) {
+      if (!waits_for_this(shm, goal, rank)) continue;
+      return fail_without(shm, rank, goal, fsdp_shm_priv_now() - begin_ns,
+                          "each waits for a call that the other has not made: "
+                          "all ranks must run the same units, and all of them "
+                          "must matter to the loss",
+                          error);
+    }
     /* What it wrote before its end still counts. */
     FSDP_TRY(fsdp_shm_priv_progress(shm, error));
     if (is_reached(shm, goal)) return FSDP_OK;
@@ -181,8 +213,9 @@ static fsdp_status sleep_once(fsdp_shm *shm, const fsdp_shm_goal *goal,
   return status;
 }
 
-fsdp_status fsdp_shm_priv_wait(fsdp_shm *shm, const fsdp_shm_goal *goal,
-                               fsdp_error *error) {
+/* With the mutex held, which it releases in between. */
+static fsdp_status wait(fsdp_shm *shm, const fsdp_shm_goal *goal,
+                        fsdp_error *error) {
   fsdp_status status = FSDP_OK;
   int64_t begin_ns = 0;
   int64_t looked_ns = 0;
@@ -212,5 +245,16 @@ fsdp_status fsdp_shm_priv_wait(fsdp_shm *shm, const fsdp_shm_goal *goal,
     FSDP_TRY(sleep_once(shm, goal, error));
   }
 done:
+  return status;
+}
+
+fsdp_status fsdp_shm_priv_wait(fsdp_shm *shm, const fsdp_shm_goal *goal,
+                               fsdp_error *error) {
+  _Atomic uint64_t *awaited =
+      &fsdp_shm_priv_channel_of(shm, shm->rank, goal->channel)->awaited;
+  const bool is_call = !goal->is_messages && goal->shared == NULL;
+  if (is_call) atomic_store(awaited, goal->ticket);
+  const fsdp_status status = wait(shm, goal, error);
+  if (is_call) atomic_store(awaited, 0);
   return status;
 }

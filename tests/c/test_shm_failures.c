@@ -2,6 +2,7 @@
  * Tests of shm/: ranks that die, stop, leave or make other calls than the
  * others.
  */
+#include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -315,26 +316,57 @@ TEST(test_different_roots_are_told) {
   with_and_without_rings(check_different_roots_are_told);
 }
 
-/* Rank 0 gathers where the other reduces: neither comes, but for the time. */
-static void diverge(const shm_rank *self) {
-  fsdp_shm_options options = shm_options("diverge");
+/* Rank 0 gathers where the other reduces: neither comes. */
+static void diverge(const shm_rank *self, fsdp_transport *transport,
+                    fsdp_error *error) {
+  CHECK_I64(run_call_together(transport, self->rank == 0 ? GATHER : REDUCE,
+                              "unit 'g'", self->context, 2, error),
+            FSDP_BACKEND);
+  if (strstr(error->message, "failed:") == NULL) {
+    SHM_CHECK_SAYS(error,
+                   self->rank == 0 ? "on the reduce channel is in #"
+                                   : "on the gather channel is in #",
+                   "running");
+  }
+}
+
+/* It is told at once: the time limit is 20 s, and ends with other words. */
+static void diverge_alone(const shm_rank *self) {
+  fsdp_transport *transport = shm_join(self, "diverge");
+  fsdp_error error = {0};
+  diverge(self, transport, &error);
+  SHM_CHECK_SAYS(&error, "each waits for a call that the other has not made");
+  transport->ops->destroy(transport);
+}
+
+static void *call_once(void *transport) {
+  fsdp_transport *self = transport;
+  return self->ops->check(self, NULL) == FSDP_OK ? transport : NULL;
+}
+
+/* Another thread of a rank might still make the call, so it gets its time. */
+static void diverge_with_threads(const shm_rank *self) {
+  fsdp_shm_options options = shm_options("threads");
   options.timeout_ms = 300;
   fsdp_transport *transport = shm_create(self, &options);
   fsdp_error error = {0};
-  CHECK_I64(run_call_together(transport, self->rank == 0 ? GATHER : REDUCE,
-                              "unit 'g'", self->context, 2, &error),
-            FSDP_BACKEND);
-  if (strstr(error.message, "failed:") == NULL) {
-    SHM_CHECK_SAYS(&error, "has made no call there",
-                   self->rank == 0 ? "on the reduce channel is in #1"
-                                   : "on the gather channel is in #1",
-                   "running");
+  pthread_t thread;
+  void *result = NULL;
+  CHECK_OK(run_call(transport, SCATTER, "first", &error));
+  if (self->rank == 0) {
+    CHECK(pthread_create(&thread, NULL, call_once, transport) == 0);
+    CHECK(pthread_join(thread, &result) == 0);
+    CHECK(result == transport);
   }
+  CHECK_OK(run_call(transport, GATHER, "second", &error));
+  diverge(self, transport, &error);
+  SHM_CHECK_SAYS(&error, "or raise the time limit");
   transport->ops->destroy(transport);
 }
 
 TEST(test_ranks_in_different_channels_end_too) {
-  shm_run(2, diverge, shm_shared(sizeof(int32_t)));
+  shm_run(2, diverge_alone, shm_shared(sizeof(int32_t)));
+  shm_run(2, diverge_with_threads, shm_shared(sizeof(int32_t)));
 }
 
 /* Lists of calls and of messages grow; a call that finds no memory has not
