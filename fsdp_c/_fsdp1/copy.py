@@ -52,5 +52,8 @@ def copy_sharded(module: Attributes, memo: dict[int, Any]) -> Any:
     parallel = sharded.originals.parallel  # none
     copied = take_unit(wrapped, unit, sharded.config, ignored, uses, parallel)
     result.adopt_unit(wrapped, copied)
+    flat_params = sharded.originals.flat_params(), copied.originals.flat_params()
+    for mine, its in zip(*flat_params, strict=True):
+        its.requires_grad_(mine.requires_grad)  # it may have changed since wrapping
     result.follow_reductions(None)  # the optimizer steps the module that was copied
     return result

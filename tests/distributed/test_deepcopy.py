@@ -265,6 +265,25 @@ def test_settings_come_along(differential: Differential) -> None:
     assert_same("output", other(x).detach(), model(x).detach(), 0.0)
 
 
+@pytest.mark.trap(19)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("is_frozen", [True, False])
+@distributed(world_size=2)
+def test_frozen_since_wrapping(is_frozen: bool, use_orig_params: bool) -> None:
+    """And thawed: the copy has what the parameters have now."""
+    module = nn.Sequential(Block(), Block())
+    module[0].requires_grad_(is_frozen)  # at wrapping the contrary
+    model = fsdp(module, units={Block}, use_orig_params=use_orig_params)
+    for param in model.module[0].parameters():
+        param.requires_grad_(not is_frozen)
+    expected = [param.requires_grad for param in model.parameters()]
+    other = copy.deepcopy(model)
+    assert [param.requires_grad for param in other.parameters()] == expected
+    other(torch.ones(BATCH, DIM)).sum().backward()
+    if not use_orig_params:
+        assert [param.grad is not None for param in other.parameters()] == expected
+
+
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
 def test_plain_module_around_units(use_orig_params: bool) -> None:
