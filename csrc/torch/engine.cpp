@@ -273,9 +273,16 @@ void fsdp_torch_engine_reset(fsdp_torch_engine *engine) noexcept {
     fsdp_torch::close_rows(self, true);
   } catch (...) {  // the next forward registers what it needs
   }
-  const fsdp_torch::EngineCall call(self);
-  self.is_aborted = true;
-  self.recover();
+  {
+    const fsdp_torch::EngineCall call(self);
+    self.is_aborted = true;
+    self.recover();
+  }
+  if (!self.has_faces || Py_IsInitialized() == 0) return;
+  const pybind11::gil_scoped_acquire gil;
+  const pybind11::error_scope kept;
+  // What a finished forward kept is gone, too.
+  if (fsdp_torch::hide_rows(self) < 0) PyErr_Clear();
 }
 
 fsdp_status fsdp_torch_engine_clip_grad_norm(fsdp_torch_engine *engine,

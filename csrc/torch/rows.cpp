@@ -408,6 +408,22 @@ int show_kept_parallel(Engine &engine) {
   return 0;
 }
 
+int hide_rows(Engine &engine) {
+  if (!engine.shows_kept) return 0;
+  engine.shows_kept = false;
+  for (Unit *unit : engine.units) {
+    if (unit->face.context == nullptr) continue;
+    if (fsdp_unit_is_requested(unit->core)) {
+      engine.shows_kept = true;
+      continue;
+    }
+    if (unit->face.show(unit->face.context, FSDP_TORCH_SHOWN_SHARDED) < 0) {
+      return -1;
+    }
+  }
+  return 0;
+}
+
 void close_failed_rows(Engine &engine) {
   if (!engine.shows_plain || Py_IsInitialized() == 0) return;
   const pybind11::gil_scoped_acquire gil;
@@ -538,18 +554,7 @@ int fsdp_torch_unit_hide_kept(fsdp_torch_unit *unit) noexcept {
       fsdp_engine_in_forward(engine->core)) {
     return 0;
   }
-  engine->shows_kept = false;
-  for (Unit *each : engine->units) {
-    if (each->face.context == nullptr) continue;
-    if (fsdp_unit_is_requested(each->core)) {
-      engine->shows_kept = true;
-      continue;
-    }
-    if (each->face.show(each->face.context, FSDP_TORCH_SHOWN_SHARDED) < 0) {
-      return -1;
-    }
-  }
-  return 0;
+  return fsdp_torch::hide_rows(*engine);
 }
 
 void fsdp_torch_unit_set_watch(fsdp_torch_unit *unit,

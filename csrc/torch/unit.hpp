@@ -477,6 +477,9 @@ void take_assigned_grads(Engine &engine);
 // Registers in tensor parallel units what they keep for a backward, and plain
 // parameters in those that keep nothing. GIL. 0, or -1 with an exception.
 int show_kept_parallel(Engine &engine);
+// Registers the sharded parameters of units that keep whole ones outside of a
+// step, but for those that the user unsharded. GIL. 0, or -1 with an exception.
+int hide_rows(Engine &engine);
 // close_rows, if the engine is aborted: after a backward that raised.
 void close_failed_rows(Engine &engine);
 // engine_groups.cpp. Where a device thread of autograd ran a backward that

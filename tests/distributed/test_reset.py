@@ -4,6 +4,7 @@ Afterwards training equals that of a model which never saw the failed step.
 """
 
 import copy
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from fsdp_c import reset
 from helpers.distributed import distributed
 from helpers.models import BATCH, DIM, MLP, Block
 from helpers.reference import Differential
-from helpers.rows import APIS, in_either_api
+from helpers.rows import APIS, in_either_api, shard_units
 from helpers.transports import OWN, over
 
 
@@ -196,6 +198,21 @@ def test_on_one_rank_between_forward_and_backward(
             differential.train(1)
         _go_on(differential)
         del differential
+
+
+@pytest.mark.parametrize("reshards", [True, False])
+@distributed(world_size=2)
+def test_after_a_forward_under_fully_shard(reshards: bool) -> None:
+    """What modules kept for the backward is no longer registered."""
+    model = shard_units(MLP().double(), {Block}, reshard_after_forward=reshards)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(_batch()).sum().backward()
+    optimizer.step()
+    sharded = list(model.parameters())
+    model(_batch())
+    reset(model)
+    assert all(map(operator.is_, model.parameters(), sharded))
+    assert get_optimizer_state_dict(model, optimizer)["state"]
 
 
 @pytest.mark.parametrize("transport", [OWN, "c10d"])
