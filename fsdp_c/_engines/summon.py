@@ -24,10 +24,31 @@ def _summon(
     """Show the whole parameters of one unit until ``stack`` is left."""
     unit = module._sharded.unit
     unit.show_kept(False)
+    cleared = _without_grad(module) if options.get("with_grads") else []
     unit.summon(**options)
     stack.callback(follow_summon, module)
+    stack.callback(_clear_again, cleared)
     stack.callback(unit.dismiss, writeback)
     follow_summon(module)
+
+
+def _without_grad(module: ShardedModule) -> list[nn.Parameter]:
+    """Return the parameters between steps whose gradient is None."""
+    originals = module._sharded.originals
+    flat_params: list[nn.Parameter] = list(originals.flat_params())
+    params = flat_params or [use.param for use in originals.uses]
+    return [param for param in params if param.grad is None]
+
+
+def _clear_again(params: list[nn.Parameter]) -> None:
+    """Clear the gradients of ``params``, unless the user wrote some.
+
+    A summon shows zeros for them, since another rank may have a gradient. An
+    optimizer would step a parameter whose gradient is zeros.
+    """
+    for param in params:
+        if param.grad is not None and not param.grad.any():
+            param.grad = None
 
 
 @contextmanager

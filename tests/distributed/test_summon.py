@@ -323,6 +323,22 @@ def test_gradients_made_inside(strategy: str, use_orig_params: bool) -> None:
     differential.train(1)
 
 
+@every_strategy
+@distributed(world_size=2)
+def test_cleared_gradient_stays_none(strategy: str, use_orig_params: bool) -> None:
+    """An optimizer with weight decay would step a parameter with zeros."""
+    differential = _make(strategy, use_orig_params=use_orig_params)
+    model = differential.model
+    differential.forward_backward()
+    params = list(model.parameters())
+    params[0].grad = None
+    before = [param.grad is None for param in params]
+    for writeback in (True, False):
+        with FSDP.summon_full_params(model, writeback=writeback, with_grads=True):
+            pass
+        assert [param.grad is None for param in params] == before
+
+
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("gone_on", [0, 1])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
