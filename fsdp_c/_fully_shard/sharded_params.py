@@ -245,6 +245,11 @@ class ShardedParams:
 
     def bind(self, unit: _native.Unit, *, keeps_part: bool) -> None:
         """Let the unit's shard be their memory, and the unit register what is shown."""
+        for param in self.sharded:
+            # torch.utils.swap_tensors(), as in to(), leaves autograd without them.
+            hooks = param._post_accumulate_grad_hooks
+            if hooks is not None:
+                param._post_accumulate_grad_hooks = hooks
         self._unit = unit
         indices = range(len(self.plain))
         self._shown = [self._show(unit, index) for index in indices]

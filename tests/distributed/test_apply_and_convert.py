@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_c import reset
+from fsdp_c import fully_shard, reset
 from helpers.distributed import TEST_DEVICE, distributed
 from helpers.impl import FSDP, MixedPrecision, fsdp
 from helpers.models import MLP, Block, vectors
@@ -203,3 +203,20 @@ def test_handle(use_orig_params: bool) -> None:
         assert "weight" in flat_param._fqns[0]
         assert use_orig_params or flat_param.grad is not None
     assert fsdp(nn.ReLU())._handle is None
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@distributed(world_size=2)
+def test_hooks_of_sharded_parameters(dtype: torch.dtype, has_run: bool) -> None:
+    """A conversion keeps them, as nn.Module's does."""
+    model = fully_shard(nn.Linear(4, 2))
+    calls: list[torch.dtype] = []
+    model.weight.register_post_accumulate_grad_hook(lambda p: calls.append(p.dtype))
+    if has_run:
+        model(torch.ones(3, 4)).sum().backward()
+        model.zero_grad()
+        calls.clear()
+    model.to(dtype)
+    model(torch.ones(3, 4, dtype=dtype)).sum().backward()
+    assert calls == [dtype]
