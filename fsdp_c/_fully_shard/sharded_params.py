@@ -23,6 +23,7 @@ from fsdp_c._torch_compat import interpreted_with_callees, outside_transforms
 from fsdp_c._units.cuts import (
     Cut,
     as_dtensor,
+    like_dtensor,
     local_grad,
     local_of,
     parallel_param,
@@ -275,10 +276,16 @@ class ShardedParams:
     def _bind_rows(self, unit: _native.Unit) -> None:
         owner = weakref.ref(self)  # the unit must not keep this object
         cuts, extensions = self.cuts, self._extensions
+        patterns: dict[int, DTensor] = {}  # of gradients, without memory
 
         def make_grad(index: int, local: Tensor) -> tuple[Tensor, Tensor]:
-            cut = cuts[index]
-            grad = as_dtensor(local, cut.shape, cut.mesh, cut.placements)
+            pattern = patterns.get(index)
+            if pattern is None or pattern.dtype != local.dtype:
+                cut = cuts[index]
+                empty = torch.empty(local.shape, dtype=local.dtype, device="meta")
+                pattern = as_dtensor(empty, cut.shape, cut.mesh, cut.placements)
+                patterns[index] = pattern
+            grad = like_dtensor(local, pattern)
             return grad, local_of(grad)
 
         def take_local_grad(index: int, grad: Tensor) -> Tensor:

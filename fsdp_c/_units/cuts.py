@@ -125,7 +125,12 @@ def as_dtensor(
             shape=shape,
             stride=torch.empty(shape, device="meta").stride(),
         )
-    return DTensor(local, made._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return like_dtensor(local, made)
+
+
+def like_dtensor(local: Tensor, other: DTensor) -> DTensor:
+    """Return a DTensor like ``other``, of which this rank has ``local``; fast."""
+    return DTensor(local, other._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def parallel_param(plain: nn.Parameter, cut: Cut, dtype: torch.dtype) -> nn.Parameter:
