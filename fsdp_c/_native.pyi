@@ -60,6 +60,7 @@ class Unit:
         part_group: ProcessGroup | None = None,
         extended: Sequence[int] | None = None,
         block_numels: Sequence[int] | None = None,
+        like: Layout | None = None,
         is_apart: bool = False,
     ) -> Unit: ...
     @property
@@ -245,6 +246,9 @@ class Layout:
     @property
     def alignment(self) -> tuple[int, bool, bool]:
         """(itemsize, align_params, align_shards), as given to the constructor."""
+    @property
+    def is_placed(self) -> bool:
+        """Whether the slots do not follow from alignment or rows."""
     @property
     def slots(self) -> list[tuple[int, int, int]]:
         """Per parameter: (segment, offset, numel), in elements."""

@@ -332,6 +332,12 @@ static PyObject *layout_get_alignment(PyObject *object,
                        PyBool_FromLong(alignment.shards)); /* N steals */
 }
 
+static PyObject *layout_get_is_placed(PyObject *object,
+                                      void *Py_UNUSED(closure)) {
+  return PyBool_FromLong(
+      fsdp_flat_layout_is_placed(fsdp_layout_object_layout(object)));
+}
+
 PyDoc_STRVAR(
     layout_doc,
     "Layout(params, world_size, *, itemsize=16, align_params, align_shards,\n"
@@ -363,6 +369,8 @@ static PyGetSetDef layout_getset[] = {
     {"world_size", layout_get_world_size, NULL, "Number of shards.", NULL},
     {"alignment", layout_get_alignment, NULL,
      "(itemsize, align_params, align_shards) of the constructor.", NULL},
+    {"is_placed", layout_get_is_placed, NULL,
+     "Whether the slots do not follow from alignment or rows.", NULL},
     {"slots", layout_get_slots, NULL,
      "Per parameter: (segment, offset, numel), in elements.", NULL},
     {"segments", layout_get_segments, NULL,

@@ -49,6 +49,7 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args,
                                          "part_group",
                                          "extended",
                                          "block_numels",
+                                         "like",
                                          "is_apart",
                                          NULL};
   const char *name;
@@ -56,21 +57,27 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args,
   PyObject *params, *device, *shard_group = Py_None, *replica_group = Py_None;
   PyObject *param_dtype = Py_None, *reduce_dtype = Py_None;
   PyObject *shard_dims = Py_None, *part_group = Py_None, *extended = Py_None;
-  PyObject *block_numels = Py_None;
+  PyObject *block_numels = Py_None, *like = Py_None;
   int use_orig_params = 1, reshard_after_forward = 1, shows_kept = 1;
   int reshard_after_backward_without_sync = 1;
   int backward_prefetch = FSDP_PREFETCH_PRE, forward_prefetch = 0;
   int cast_forward_inputs = 0, cast_root_forward_inputs = 0;
   int keep_low_precision_grads = 0, offloads = 0, is_apart = 0;
   if (!PyArg_ParseTupleAndKeywords(
-          args, kwargs, "sOO|$OOOOppppipppppOOOOp:Unit",
+          args, kwargs, "sOO|$OOOOppppipppppOOOOOp:Unit",
           FSDP_KEYWORDS(keywords), &name, &params, &device, &shard_group,
           &replica_group, &param_dtype, &reduce_dtype, &use_orig_params,
           &reshard_after_forward, &shows_kept,
           &reshard_after_backward_without_sync, &backward_prefetch,
           &forward_prefetch, &cast_forward_inputs, &cast_root_forward_inputs,
           &keep_low_precision_grads, &offloads, &shard_dims, &part_group,
-          &extended, &block_numels, &is_apart)) {
+          &extended, &block_numels, &like, &is_apart)) {
+    return NULL;
+  }
+  const module_state *state = PyType_GetModuleState(type);
+  if (like != Py_None && !Py_IS_TYPE(like, state->layout_type)) {
+    PyErr_Format(PyExc_TypeError, "like must be a Layout or None, got %R",
+                 like);
     return NULL;
   }
   if (backward_prefetch < FSDP_PREFETCH_NONE ||
@@ -124,6 +131,7 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args,
       .offloads = offloads != 0,
       .shard_dims = dims,
       .block_numels = blocks,
+      .like = like == Py_None ? NULL : fsdp_layout_object_layout(like),
       .is_apart = is_apart != 0,
   };
   FSDP_LOCAL_ERROR(error);
@@ -407,7 +415,7 @@ PyDoc_STRVAR(
     "     forward_prefetch=False, cast_forward_inputs=False,\n"
     "     cast_root_forward_inputs=False, keep_low_precision_grads=False,\n"
     "     offloads=False, shard_dims=None, part_group=None, extended=None,\n"
-    "     block_numels=None, is_apart=False)\n"
+    "     block_numels=None, like=None, is_apart=False)\n"
     "--\n\n"
     "One unit: the parameters of one wrapped module, flattened and sharded.\n"
     "\n"

@@ -109,6 +109,10 @@ typedef struct fsdp_torch_unit_options {
   const int64_t *block_numels; /* per use of a flat unit: elements that are kept
                                   together, see layout/flat_layout.h; NULL:
                                   none are */
+  const fsdp_flat_layout *like; /* of a flat unit: the layout of the one before,
+                                   over the same parameters, which is kept; one
+                                   that splits what it has in a segment is not.
+                                   NULL: there was none */
   bool is_apart; /* of a unit by rows: from the one before it in its engine, see
                     runtime/apart.c */
 } fsdp_torch_unit_options;

@@ -124,11 +124,62 @@ std::vector<int64_t> block_numels_of(const fsdp_torch_unit_options &options) {
   return {options.block_numels, options.block_numels + options.num_uses};
 }
 
+// Note [Layouts of conversions]
+// An optimizer keeps its state when a module gets another dtype, and so the
+// elements must stay where they are: by the rules they would move, since
+// alignment is in bytes and frozen parameters have segments of their own. So
+// the new unit has the old one's slots, and what its segments trained.
+
+// Gives the specs the segments of `like`. False if some segment would have two
+// dtypes.
+bool take_segments(std::vector<fsdp_param_spec> &specs,
+                   const fsdp_flat_layout *like) {
+  std::unordered_map<uint64_t, int64_t> params;  // by key, as in a table
+  std::unordered_map<int64_t, fsdp_dtype> dtypes;
+  for (fsdp_param_spec &spec : specs) {
+    const int64_t param =
+        params.emplace(spec.key, static_cast<int64_t>(params.size()))
+            .first->second;
+    if (param >= fsdp_flat_layout_num_params(like)) return false;
+    const fsdp_param_slot *slot = fsdp_flat_layout_slot(like, param);
+    const fsdp_dtype &dtype =
+        dtypes.emplace(slot->segment, spec.dtype).first->second;
+    if (slot->numel != spec.numel || !fsdp_dtype_equal(dtype, spec.dtype)) {
+      return false;
+    }
+    spec.requires_grad =
+        fsdp_flat_layout_segment(like, slot->segment)->requires_grad;
+  }
+  return static_cast<int64_t>(params.size()) ==
+         fsdp_flat_layout_num_params(like);
+}
+
+fsdp_status make_layout_like(Unit &unit, const fsdp_flat_layout *like,
+                             fsdp_error *error) {
+  std::vector<int64_t> segments;
+  std::vector<int64_t> offsets;
+  std::vector<int64_t> shard_numels;
+  for (int64_t i = 0; i < fsdp_flat_layout_num_params(like); i++) {
+    const fsdp_param_slot *slot = fsdp_flat_layout_slot(like, i);
+    segments.push_back(slot->segment);
+    offsets.push_back(slot->offset);
+  }
+  for (int64_t i = 0; i < fsdp_flat_layout_num_segments(like); i++) {
+    shard_numels.push_back(fsdp_flat_layout_segment(like, i)->shard_numel);
+  }
+  return fsdp_flat_layout_create_placed(
+      unit.table, segments.data(), offsets.data(), shard_numels.data(),
+      static_cast<int64_t>(shard_numels.size()),
+      fsdp_flat_layout_world_size(like), &unit.layout, error);
+}
+
 // Makes the table and the layout of `specs`, one per use; row_numels likewise,
 // of a unit by rows, and block_numels, empty where nothing is kept together.
+// like: null, or the layout to have; see take_segments().
 fsdp_status make_layout(Unit &unit, const std::vector<fsdp_param_spec> &specs,
                         const std::vector<int64_t> &row_numels,
-                        std::vector<int64_t> block_numels, fsdp_error *error) {
+                        std::vector<int64_t> block_numels,
+                        const fsdp_flat_layout *like, fsdp_error *error) {
   const int64_t world_size = core_group(unit.shard_group).world_size;
   const auto num_uses = static_cast<int64_t>(specs.size());
   const fsdp_status status =
@@ -144,6 +195,7 @@ fsdp_status make_layout(Unit &unit, const std::vector<fsdp_param_spec> &specs,
   }
   const fsdp_alignment alignment = choose_alignment(unit);
   unit.block_numels = std::move(block_numels);
+  if (like != nullptr) return make_layout_like(unit, like, error);
   if (!unit.block_numels.empty()) {
     return fsdp_flat_layout_create_in_blocks(
         unit.table, by_param(unit, unit.block_numels).data(), world_size,
@@ -412,10 +464,13 @@ fsdp_status fsdp_torch_unit_create(const fsdp_torch_unit_options *options,
     self->part_group =
         fsdp_torch::group_from(options->part_group, self->device);
 
-    const auto specs = fsdp_torch::specs_of(*self, *options);
+    auto specs = fsdp_torch::specs_of(*self, *options);
+    const bool is_like = options->like != nullptr &&
+                         fsdp_torch::take_segments(specs, options->like);
     fsdp_status status = fsdp_torch::make_layout(
         *self, specs, fsdp_torch::row_numels_of(*options),
-        fsdp_torch::block_numels_of(*options), error);
+        fsdp_torch::block_numels_of(*options),
+        is_like ? options->like : nullptr, error);
     if (status != FSDP_OK) return status;
     fsdp_torch::choose_dtypes(*self, *options);
     fsdp_torch::choose_settings(*self, *options);
@@ -463,8 +518,10 @@ fsdp_status fsdp_torch_unit_clone(const fsdp_torch_unit *source,
           THPVariable_Unpack(uses[i]).unsafeGetTensorImpl());
       specs.push_back(spec);
     }
+    const bool is_placed = fsdp_flat_layout_is_placed(from.layout);
     fsdp_status status =
-        fsdp_torch::make_layout(*self, specs, {}, from.block_numels, error);
+        fsdp_torch::make_layout(*self, specs, {}, from.block_numels,
+                                is_placed ? from.layout : nullptr, error);
     if (status != FSDP_OK) return status;
     if (self->param_of_use != from.param_of_use) {
       throw std::invalid_argument("the parameters are shared in another way");

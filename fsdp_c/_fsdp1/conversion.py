@@ -23,8 +23,10 @@ def convert(
     A unit whose dtype or device ``fn`` keeps is left as it is, without communication.
     The others are gathered one at a time, converted, and sharded anew; all ranks must
     call it. Parameters, flat ones too, stay the same objects, so that an optimizer
-    keeps them; its state is the user's to convert. Shards of CPU offload stay in host
-    memory: a unit that is moved elsewhere refuses to run until it is moved back.
+    keeps them; its state is the user's to convert. Each rank's elements stay the same
+    ones, but where a unit moves to another kind of device, which has its own alignment.
+    Shards of CPU offload stay in host memory: a unit that is moved elsewhere refuses to
+    run until it is moved back.
     """
     modules = list(sharded_modules(module)) if recurse else [module]
     for each in filter(_stays_on_host, modules):
@@ -130,13 +132,20 @@ def _convert_unit(module: ShardedModule, fn: Callable[[Tensor], Tensor]) -> None
     is_parallel = bool(module._sharded.originals.parallel)
     kept = [kept_of(use.module, use.name) for use in module._sharded.uses]
     blocks = block_numels(kept, config.groups.num_shards)
+    stays = device.type == module.compute_device.type
+    layout = module._sharded.unit.layout if stays else None
     module.release_engine()
 
     def make_unit() -> _native.Unit:
         for param, result in converted.items():
             param.data = result
         return config.make_unit(
-            name, params, device, is_parallel=is_parallel, block_numels=blocks
+            name,
+            params,
+            device,
+            is_parallel=is_parallel,
+            block_numels=blocks,
+            like=layout,
         )
 
     module.replace_unit(make_unit)

@@ -90,10 +90,12 @@ class Config:
         *,
         is_parallel: bool,
         block_numels: list[int] | None,
+        like: _native.Layout | None = None,
     ) -> _native.Unit:
         """Return a unit of ``params``; ``is_parallel``: some stand for DTensors.
 
-        ``block_numels``: see :func:`fsdp_c._units.keep_whole.block_numels`.
+        ``block_numels``: see :func:`fsdp_c._units.keep_whole.block_numels`. ``like``:
+        the layout that the parameters have had, which stays.
         """
         precision = self.mixed_precision
         reshards = not self.keeps_params
@@ -122,6 +124,7 @@ class Config:
             keep_low_precision_grads=precision.keep_low_precision_grads,
             offloads=self.cpu_offload.offload_params,
             block_numels=block_numels,
+            like=like,
         )
 
     def make_layout(

@@ -12,7 +12,6 @@ from fsdp_c._fully_shard.group import Group, groups_in
 from fsdp_c._fully_shard.row_parts import Rows, is_in_unit, parts_in
 from fsdp_c._state.parts import ParamPart
 from fsdp_c._units.base import ShardedModule, sharded_modules
-from fsdp_c._units.keep_whole import keeps_blocks
 from fsdp_c._units.names import clean_name
 from fsdp_c.checkpoint._dtypes import dtype_name
 from fsdp_c.checkpoint._holders import make_layout
@@ -182,7 +181,7 @@ def _unit(
             _param(place, slots, segments)
             for place in sorted(places, key=lambda place: place.index)
         ),
-        is_placed=keeps_blocks(module._sharded.uses, module._sharded.groups.num_shards),
+        is_placed=layout.is_placed,
     )
 
 

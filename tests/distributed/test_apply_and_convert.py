@@ -1,16 +1,17 @@
 """apply() and the conversions after wrapping: to(), half(), double(), float()."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from fsdp_c import fully_shard, reset
+from fsdp_c import checkpoint, fully_shard, reset
 from helpers.distributed import TEST_DEVICE, distributed
 from helpers.impl import FSDP, MixedPrecision, fsdp
-from helpers.models import MLP, Block, vectors
+from helpers.models import CASES, MLP, Block, vectors
 from helpers.reference import assert_same_tensors, full_state_dict
 from helpers.rows import APIS, in_either_api
 from helpers.seeds import seeded
@@ -39,6 +40,43 @@ def test_other_dtypes(has_run: bool, api: str) -> None:
         assert all(param.dtype == dtype for param in both.model.parameters())
         both.inputs = lambda g, dtype=dtype: tuple(x.to(dtype) for x in vectors(g))
         both.train(2)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@distributed(world_size=(2, 3))
+def test_elements_stay_where_they_are(
+    tmp_path: Path, dtype: torch.dtype, use_orig_params: bool
+) -> None:
+    """An optimizer goes on with its state; copies and checkpoints have them there."""
+
+    def wrap() -> Any:
+        units = {Block, nn.Linear}
+        return fsdp(
+            CASES["uneven"].build(), units=units, use_orig_params=use_orig_params
+        )
+
+    model = wrap()
+    if use_orig_params:  # since wrapping
+        model.big.bias.requires_grad_(False)
+        model.gain.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    (x,) = vectors(seeded(1))
+    model(x).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = [param.detach().to(dtype) for param in model.parameters()]
+    model.to(dtype)
+    assert all(map(torch.equal, model.parameters(), before))
+    for state in optimizer.state.values():
+        state["momentum_buffer"] = state["momentum_buffer"].to(dtype)
+    assert all(map(torch.equal, copy.deepcopy(model).parameters(), before))
+    checkpoint.save(tmp_path / "converted", model)
+    other = wrap().to(dtype)
+    checkpoint.load(tmp_path / "converted", other)
+    assert_same_tensors("state", full_state_dict(other), full_state_dict(model), 0.0)
+    model(x.to(dtype)).sum().backward()
+    optimizer.step()
 
 
 @distributed(world_size=2)
@@ -74,15 +112,14 @@ def test_one_unit_of_several() -> None:
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
 def test_dtypes_that_become_one(use_orig_params: bool) -> None:
-    """Two segments, hence two flat parameters, become one."""
+    """Two segments, hence two flat parameters, stay two: an optimizer has them."""
     reference = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4).double())
     model = fsdp(copy.deepcopy(reference), use_orig_params=use_orig_params)
-    assert len(model._sharded.unit.segments) == 2
+    before = [id(param) for param in model.parameters()]
     model.double()
     reference.double()
-    assert len(model._sharded.unit.segments) == 1
-    if not use_orig_params:
-        assert len(list(model.parameters())) == 1
+    assert len(model._sharded.unit.segments) == 2
+    assert [id(param) for param in model.parameters()] == before
     x = torch.randn(3, 6, dtype=torch.float64)
     model(x).sum().backward()
     assert_same_tensors("state", full_state_dict(model), dict(reference.state_dict()))

@@ -38,6 +38,7 @@ typedef struct placed_segment {
 struct fsdp_flat_layout {
   int64_t world_size;
   fsdp_alignment alignment;
+  bool is_placed;
   int64_t num_params;
   int64_t num_segments;
   size_t segments_capacity;
@@ -339,6 +340,7 @@ static fsdp_status create_layout(const fsdp_param_table *table,
   if (self == NULL) goto no_memory;
   self->world_size = world_size;
   self->alignment = alignment;
+  self->is_placed = rule.offsets != NULL || rule.block_numels != NULL;
   self->num_params = num_params;
   self->slots = fsdp_calloc((size_t)num_params, sizeof *self->slots);
   if (self->slots == NULL) goto no_memory;
@@ -477,6 +479,10 @@ int64_t fsdp_flat_layout_num_segments(const fsdp_flat_layout *layout) {
 
 fsdp_alignment fsdp_flat_layout_alignment(const fsdp_flat_layout *layout) {
   return layout->alignment;
+}
+
+bool fsdp_flat_layout_is_placed(const fsdp_flat_layout *layout) {
+  return layout->is_placed;
 }
 
 const fsdp_segment *fsdp_flat_layout_segment(const fsdp_flat_layout *layout,

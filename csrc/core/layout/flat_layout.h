@@ -110,7 +110,8 @@ FSDP_NODISCARD fsdp_status fsdp_flat_layout_create_in_blocks(
     fsdp_error *error);
 
 /*
- * A layout that was made once, by whatever rule: of a checkpoint. segments and
+ * A layout that was made once, by whatever rule: of a checkpoint, or before
+ * the parameters got another dtype. segments and
  * offsets: per parameter of the table, where it lies. shard_numels: per
  * segment. Otherwise as fsdp_flat_layout_create; no alignment.
  *
@@ -130,6 +131,8 @@ int64_t fsdp_flat_layout_num_params(const fsdp_flat_layout *layout);
 int64_t fsdp_flat_layout_num_segments(const fsdp_flat_layout *layout);
 /* As it was created. */
 fsdp_alignment fsdp_flat_layout_alignment(const fsdp_flat_layout *layout);
+/* Whether slots do not follow from alignment or rows: in blocks, or placed. */
+bool fsdp_flat_layout_is_placed(const fsdp_flat_layout *layout);
 
 /* Borrowed; `segment` is in [0, num_segments). */
 const fsdp_segment *fsdp_flat_layout_segment(const fsdp_flat_layout *layout,
