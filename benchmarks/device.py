@@ -95,7 +95,8 @@ memory is a dash where it needs more than 80 GiB. With CPU offload no optimizer 
   beyond the bare model's, in brackets for each unit. A column of zeros is left out.
 - **added per unit**: time above the bare model's, divided by the units. A time is the
   smallest median of {steps} steps, of each of {rounds} processes; what runs
-  beside them on the machine makes it longer.{notices}
+  beside them on the machine makes it longer. That of FSDP2 and `fully_shard` contains
+  what torch's optimizer does with DTensors.{notices}
 
 {sections}
 """
