@@ -89,10 +89,11 @@ memory is a dash where it needs more than 80 GiB. With CPU offload no optimizer 
   over it. **to torch's**, **late to torch's**: the peak over the smaller one of FSDP1
   and FSDP2.
 - **records**, **waits**, **new events**: of CUDA events. On a late device fsdp_c makes
-  up to two waits more for each unit, for collectives that are not done yet. **launches**:
-  kernels of fsdp_c. **operators**: torch's. **collectives**: launches of NCCL. **pointers**:
-  cudaPointerGetAttributes. **host waits**: synchronizing calls. All are those of a step
-  beyond the bare model's, in brackets for each unit. A column of zeros is left out.
+  up to two waits more for each unit, for collectives that are not done yet.
+  **launches**: kernels of fsdp_c. **operators**: torch's. **collectives**: launches of
+  NCCL. **pointers**: cudaPointerGetAttributes. **host waits**: synchronizing calls. All
+  are those of a step beyond the bare model's, in brackets for each unit. A column of
+  zeros is left out.
 - **added per unit**: time above the bare model's, divided by the units. A time is the
   smallest median of {steps} steps, of each of {rounds} processes; what runs
   beside them on the machine makes it longer. That of FSDP2 and `fully_shard` contains
