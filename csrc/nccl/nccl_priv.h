@@ -49,8 +49,8 @@ FSDP_NODISCARD fsdp_status fsdp_nccl_priv_track(
     fsdp_nccl_transport *transport, fsdp_channel channel,
     const fsdp_nccl_operation *operation, void *stream, fsdp_error *error);
 /* The event of the place of the operation `sequence`, which was tracked; NULL:
- * it is done. The device may be asked to wait for it,
- * though it may be recorded again by then, behind a later operation. */
+ * it is done. The device may be asked to wait for it, though it may be recorded
+ * again by then, behind a later operation. */
 void *fsdp_nccl_priv_event_behind(fsdp_nccl_transport *transport,
                                   fsdp_channel channel, int64_t sequence);
 /* Drops operations that are done, oldest first, at most `max` of them.

@@ -134,6 +134,8 @@ def _convert_unit(module: ShardedModule, fn: Callable[[Tensor], Tensor]) -> None
     blocks = block_numels(kept, config.groups.num_shards)
     stays = device.type == module.compute_device.type
     layout = module._sharded.unit.layout if stays else None
+    flat_params = list(module._sharded.originals.flat_params())
+    trained = [param.requires_grad for param in flat_params]
     module.release_engine()
 
     def make_unit() -> _native.Unit:
@@ -149,6 +151,8 @@ def _convert_unit(module: ShardedModule, fn: Callable[[Tensor], Tensor]) -> None
         )
 
     module.replace_unit(make_unit)
+    for flat_param, is_trained in zip(flat_params, trained, strict=True):
+        flat_param.requires_grad_(is_trained)  # it may have changed since wrapping
     module.compute_device = device
 
 

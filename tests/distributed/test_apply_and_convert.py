@@ -60,6 +60,9 @@ def test_elements_stay_where_they_are(
     if use_orig_params:  # since wrapping
         model.big.bias.requires_grad_(False)
         model.gain.requires_grad_(False)
+    else:
+        next(model.small.parameters()).requires_grad_(False)
+    trained = [param.requires_grad for param in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     (x,) = vectors(seeded(1))
     model(x).sum().backward()
@@ -68,6 +71,7 @@ def test_elements_stay_where_they_are(
     before = [param.detach().to(dtype) for param in model.parameters()]
     model.to(dtype)
     assert all(map(torch.equal, model.parameters(), before))
+    assert [param.requires_grad for param in model.parameters()] == trained
     for state in optimizer.state.values():
         state["momentum_buffer"] = state["momentum_buffer"].to(dtype)
     assert all(map(torch.equal, copy.deepcopy(model).parameters(), before))

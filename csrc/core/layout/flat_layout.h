@@ -110,10 +110,10 @@ FSDP_NODISCARD fsdp_status fsdp_flat_layout_create_in_blocks(
     fsdp_error *error);
 
 /*
- * A layout that was made once, by whatever rule: of a checkpoint, or before
- * the parameters got another dtype. segments and
- * offsets: per parameter of the table, where it lies. shard_numels: per
- * segment. Otherwise as fsdp_flat_layout_create; no alignment.
+ * A layout that was made once, by whatever rule: of a checkpoint, or before the
+ * parameters got another dtype. segments and offsets: per parameter of the
+ * table, where it lies. shard_numels: per segment. Otherwise as
+ * fsdp_flat_layout_create; no alignment.
  *
  * FSDP_INVALID_ARGUMENT  also: another number of segments, or parameters that
  *                        overlap or do not lie in the shards.
