@@ -46,8 +46,18 @@ std::exception_ptr take_saved(const fsdp_error &error) {
 
 }  // namespace
 
+void hold_python_error() noexcept {
+  try {
+    throw;
+  } catch (python_error &e) {
+    e.persist();
+  } catch (...) {
+  }
+}
+
 fsdp_status status_from_exception(fsdp_error *error, const char *file,
                                   int line) noexcept {
+  hold_python_error();
   try {
     throw;
   } catch (const std::bad_alloc &) {

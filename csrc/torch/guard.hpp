@@ -15,6 +15,11 @@ namespace fsdp_torch {
 fsdp_status status_from_exception(fsdp_error *error, const char *file,
                                   int line) noexcept;
 
+// If the exception that is being handled is Python's: takes it from the
+// interpreter, where other calls would clear it before autograd throws again.
+// Call it in a catch block.
+void hold_python_error() noexcept;
+
 // The message with its remedy in the user's terms; see remedies.cpp.
 std::string text_of(const fsdp_error &error);
 

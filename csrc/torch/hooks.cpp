@@ -68,6 +68,7 @@ class BackwardEnd {
       follow_reductions(*engine_);
       close_rows(*engine_);
     } catch (...) {
+      hold_python_error();  // fail() may call Python
       fail();
       throw;
     }

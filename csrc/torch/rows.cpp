@@ -304,7 +304,12 @@ void show_sharded_grads(Unit &unit) {
     const auto &hook = torch::autograd::impl::post_acc_grad_hooks(shown.param);
     if (hook == nullptr) continue;
     join_reduces(unit);
-    (*hook)(shown.param);
+    try {
+      (*hook)(shown.param);
+    } catch (...) {
+      hold_python_error();  // close_rows puts back what Python had before
+      throw;
+    }
   }
   leave_grads(unit);
 }

@@ -216,6 +216,23 @@ def test_hooks_see_reduced_gradients() -> None:
 
 
 @distributed(world_size=2)
+def test_exception_of_a_hook() -> None:
+    """It is raised as it is, and the next step is right."""
+
+    def fail(_param: Tensor) -> None:
+        raise ArithmeticError("of the hook")
+
+    model: Any = fully_shard(nn.Linear(4, 4))
+    handle = model.weight.register_post_accumulate_grad_hook(fail)
+    with pytest.raises(ArithmeticError, match="of the hook"):
+        model(torch.ones(1, 4)).sum().backward()
+    handle.remove()
+    model.zero_grad()
+    model(torch.ones(1, 4)).sum().backward()
+    assert torch.equal(model.weight.grad.full_tensor(), torch.ones(4, 4))
+
+
+@distributed(world_size=2)
 def test_arguments() -> None:
     """As torch checks them."""
     model: Any = fully_shard(nn.Linear(4, 4))
