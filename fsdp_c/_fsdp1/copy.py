@@ -40,10 +40,13 @@ def copy_sharded(module: Attributes, memo: dict[int, Any]) -> Any:
     # Without flat parameters.
     with sharded.originals.shown(), sharded.buffers.in_original_dtypes():
         wrapped: nn.Module = copy.deepcopy(module.wrapped, memo)
-    uses = [
-        use._replace(module=memo[id(use.module)], param=memo[id(use.param)])
-        for use in sharded.originals.uses
-    ]
+        uses = [  # of modules that were taken out of the tree, too
+            use._replace(
+                module=copy.deepcopy(use.module, memo),
+                param=copy.deepcopy(use.param, memo),
+            )
+            for use in sharded.originals.uses
+        ]
     unit = sharded.unit.clone([use.param for use in uses])
     ignored = Ignored(
         frozenset(memo.get(id(each), each) for each in sharded.ignored.modules),

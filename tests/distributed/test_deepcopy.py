@@ -306,6 +306,24 @@ def test_plain_module_around_units(use_orig_params: bool) -> None:
     assert not torch.equal(other(x), model(x))
 
 
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=2)
+def test_module_taken_out_since_wrapping(use_orig_params: bool) -> None:
+    """Its parameters are the unit's, but nobody's child has them."""
+    module = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(3)))
+    model = fsdp(module, use_orig_params=use_orig_params)
+    module[1] = nn.Identity()
+    other = copy.deepcopy(model)
+    x = torch.randn(BATCH, DIM)
+    outputs = []
+    for each in (model, other):
+        each(x).sum().backward()
+        torch.optim.SGD(each.parameters(), 0.1).step()
+        outputs.append(each(x).detach())
+    assert_same("output", outputs[1], outputs[0], 0.0)
+    assert full_state_dict(other).keys() == full_state_dict(model).keys()
+
+
 class _Copies(nn.Module):
     """Copies a wrapped module in the middle of its forward."""
 
