@@ -141,10 +141,11 @@ bool has_grad(const GradPlace &place) {
 }
 
 // A rank that holds nothing of a parameter has no gradient of it, unless that
-// is a DTensor.
+// is a DTensor. One without elements has a gradient on all ranks, as unsharded.
 bool has_sharded_piece(const Unit &unit, const GradPlace &place) {
-  return has_grad(place) && (place.param == nullptr || unit.is_by_rows ||
-                             place.param->local_numel() > 0);
+  if (!has_grad(place)) return false;
+  return place.param == nullptr || unit.is_by_rows ||
+         place.param->local_numel() > 0 || place.param->numel() == 0;
 }
 
 // Taking ----------------------------------------------------------------------

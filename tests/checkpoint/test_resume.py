@@ -15,7 +15,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from fsdp_c import checkpoint
 from helpers.distributed import distributed
 from helpers.impl import ShardingStrategy, fsdp
-from helpers.models import CASES, DIM, MLP, Block
+from helpers.models import CASES, DIM, MLP, Block, WithEmpty
 from helpers.reference import assert_same_tensors, full_state_dict
 from helpers.seeds import generator
 
@@ -344,28 +344,16 @@ def test_under_a_default_device(
     assert found.extra["scalar"].item() == 2.5
 
 
-class _WithEmpty(MLP):
-    """Beside the other parameters one of no elements, as of an adapter of rank 0."""
-
-    def __init__(self) -> None:
-        super().__init__(1)
-        self.empty = nn.Parameter(torch.zeros(0, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = super().forward(x) + self.empty.sum()
-        return output
-
-
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=(2, 3))
 def test_an_empty_parameter(
     rank: int, world_size: int, tmp_path: Path, use_orig_params: bool
 ) -> None:
-    """No rank has a state of it, and the flat parameter around it loads."""
+    """Its state is saved, too, and the flat parameter around it loads."""
 
     def build(seed: int) -> tuple[Any, Optimizer]:
         torch.manual_seed(seed)
-        model = _wrap(_WithEmpty(), {Block}, use_orig_params=use_orig_params)
+        model = _wrap(WithEmpty(), {Block}, use_orig_params=use_orig_params)
         return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
     model, optim = build(0)

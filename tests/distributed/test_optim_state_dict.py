@@ -8,13 +8,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.distributed import STRATEGIES, TEST_DEVICE, distributed
 from helpers.groups import hybrid_groups
 from helpers.impl import FSDP, ShardingStrategy, fsdp
-from helpers.models import CASES
+from helpers.models import CASES, Block, WithEmpty
 from helpers.optim_states import (
     OPTIMIZERS,
     assert_own_memory,
@@ -102,6 +107,39 @@ def test_parameters_never_stepped(use_orig_params: bool) -> None:
     for name, state in extra.items():
         assert state["step"] == 2, name
         assert not state["exp_avg"].any(), name
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=(2, 3))
+def test_an_empty_parameter(use_orig_params: bool) -> None:
+    """Unsharded it has a gradient and a state, so strict loads need one of it."""
+
+    def trained() -> Differential:
+        each = Differential.of_units(
+            WithEmpty,
+            {Block},
+            use_orig_params=use_orig_params,
+            optimizer=OPTIMIZERS["adam"],
+        )
+        _train(each, 2)
+        return each
+
+    each, other = trained(), trained()
+    found = full(each.model, each.optimizer)
+    expected = by_name(each.reference, each.reference_optimizer)
+    assert_same_states(found["state"], expected, 1e-4)
+    options = StateDictOptions(full_state_dict=True)
+    state = get_optimizer_state_dict(each.model, each.optimizer, options=options)
+    for model, optim in (
+        (other.reference, other.reference_optimizer),
+        (other.model, other.optimizer),
+    ):
+        set_optimizer_state_dict(model, optim, copy.deepcopy(state), options=options)
+    assert_same_states(full(other.model, other.optimizer)["state"], found["state"])
+    other.zero_grad()
+    other.forward_backward()
+    other.step()
+    other.check()
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])

@@ -61,6 +61,18 @@ class MLP(nn.Module):
         return self.out(x)
 
 
+class WithEmpty(MLP):
+    """Beside the other parameters one of no elements, as of an adapter of rank 0."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = super().forward(x) + self.empty.sum()
+        return output
+
+
 class OneElement(nn.Module):
     """A single parameter of one element: all other ranks hold an empty shard."""
 

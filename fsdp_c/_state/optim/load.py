@@ -81,6 +81,7 @@ def load(
             each.has_state = (
                 part.is_flat
                 or part.part_numel > 0
+                or part.shape.numel() == 0
                 or part.shard_group is None
                 or (optim is not None and bool(optim.state.get(part.param)))
             )
