@@ -297,6 +297,22 @@ def test_set(saved: str, use_orig_params: bool) -> None:
                 assert_resumes(name, copy_of(first, name, kwargs), (model, optim))
 
 
+@pytest.mark.parametrize("flattened", [True, False])
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=3, device="cpu")
+def test_set_after_a_step(use_orig_params: bool, flattened: bool) -> None:
+    """An optimizer that has stepped has no state where a rank holds nothing."""
+    kwargs = {"use_orig_params": use_orig_params}
+    options = StateDictOptions(flatten_optimizer_state_dict=flattened)
+    first = trained("fsdp_c", "uneven", **kwargs)
+    params, state = get_state_dict(*first, options=options)
+    second = trained("fsdp_c", "uneven", seed=1, **kwargs)
+    set_state_dict(
+        *second, model_state_dict=params, optim_state_dict=state, options=options
+    )
+    assert_resumes("uneven", first, second)
+
+
 def copy_of(first: Any, name: str, kwargs: dict[str, Any]) -> Any:
     """Return a copy of a trained model and its optimizer, so that both can go on."""
     model, optim = first
