@@ -18,7 +18,7 @@ from fsdp_c._fully_shard.meshes import data_mesh_from
 from fsdp_c._fully_shard.module import FSDPModule, _check_fsdp_modules
 from fsdp_c._fully_shard.module_state import ModuleState
 from fsdp_c._fully_shard.rows import shard_param
-from fsdp_c._fully_shard.sharded_params import Place, register
+from fsdp_c._fully_shard.sharded_params import Place, register, sharded_names
 from fsdp_c._fully_shard.torch_state_dicts import correct_state_dicts
 from fsdp_c._torch_compat import interpreted, note_fully_sharded, noted_state
 from fsdp_c._units.apart import choose_apart, have_units_inside
@@ -193,13 +193,16 @@ def _make_groups(
 ) -> tuple[Group, ...]:
     """Shard the parameters; those of one mesh are a group, but for units apart."""
     found: dict[nn.Parameter, list[tuple[nn.Module, str, str]]] = {}
+    registered = [each for _, module in own for each in module._parameters.values()]
+    # Of a module that is shared with another group the parameters are that group's.
+    names = sharded_names() if any(isinstance(p, DTensor) for p in registered) else {}
     for prefix, module in own:
         for name, param in module._parameters.items():
             if param is None or param in ignored:
                 continue
             fqn = f"{prefix}.{name}" if prefix else name
             if param not in found:
-                _check_param(fqn, param)
+                _check_param(fqn, param, names.get(param) or sharding_unit(param))
             found.setdefault(param, []).append((module, name, fqn))
     makings: dict[Any, _Making] = {}
     for param, uses in found.items():
@@ -308,8 +311,7 @@ def _check_kept(kept: Kept | None, fqn: str, cut: Cut, num_shards: int) -> None:
     )
 
 
-def _check_param(fqn: str, param: nn.Parameter) -> None:
-    taken = sharding_unit(param)
+def _check_param(fqn: str, param: nn.Parameter, taken: str | None) -> None:
     if taken is not None:
         raise ValueError(
             f"parameter {fqn!r} is shared with {taken!r}, already managed by another "

@@ -34,6 +34,15 @@ from fsdp_c._units.uses import check_is_parameter
 _living: "weakref.WeakSet[ShardedParams]" = weakref.WeakSet()
 
 
+def sharded_names() -> dict[nn.Parameter, str]:
+    """Return the names of all parameters that groups have sharded."""
+    return {
+        each.sharded[place.param]: place.fqn
+        for each in _living
+        for place in each.places
+    }
+
+
 class Place(NamedTuple):
     """Where a module has a parameter of the group."""
 

@@ -247,6 +247,10 @@ def test_9_refused() -> None:
     fully_shard(tied.layers[0])
     with pytest.raises(ValueError, match="'weight' is shared with 'weight'"):
         fully_shard(tied.layers[1])
+    shared = nn.Linear(DIM, DIM)
+    fully_shard(nn.Sequential(shared))
+    with pytest.raises(ValueError, match=r"'1\.weight' is shared with '0\.weight'"):
+        fully_shard(nn.Sequential(nn.ReLU(), shared))
 
 
 class TwoNames(Layers):
