@@ -59,13 +59,15 @@ def _explain(ref: "weakref.ref[Owner]", error: BaseException) -> None:
 
 
 def _innermost_module(traceback: TracebackType | None) -> nn.Module | None:
-    module = None
+    """Return the module that ran last; None if its unit failed before it ran."""
+    module, code = None, None
     while traceback is not None:
         own = traceback.tb_frame.f_locals.get("self")
         if isinstance(own, nn.Module):
-            module = own
+            module, code = own, traceback.tb_frame.f_code
         traceback = traceback.tb_next
-    return module
+    has_run = code is not getattr(type(module).__call__, "__code__", None)
+    return module if has_run else None
 
 
 def _owner_of(module: nn.Module, running: Running) -> tuple[Owner | None, str]:

@@ -158,6 +158,11 @@ def test_who_reads_shards_is_named(api: str) -> None:
         with pytest.raises(ValueError, match="one sequence") as told:
             model(ids.unsqueeze(0), calls=True)
         assert not hasattr(told.value, "__notes__")
+        other = {"tokens.table.weight": torch.zeros(5, 6)}
+        if api != "FSDP flat":  # which has no parameter of that name
+            with pytest.raises(RuntimeError, match="no parameter now") as refused:
+                torch.func.functional_call(model, other, (ids,), {"calls": True})
+            assert not hasattr(refused.value, "__notes__")
         model(ids, calls=True).sum().backward()
     if api == "fully_shard":
         register_fsdp_forward_method(tokens, "look_up")
