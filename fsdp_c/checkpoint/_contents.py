@@ -1,6 +1,6 @@
 """What a wrapped model holds on this rank, by names of the unwrapped model."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,6 @@ from fsdp_c._state.parts import ParamPart
 from fsdp_c._units.base import ShardedModule, sharded_modules
 from fsdp_c._units.names import clean_name
 from fsdp_c.checkpoint._dtypes import dtype_name
-from fsdp_c.checkpoint._holders import make_layout
 from fsdp_c.checkpoint._manifest import ParamSpec, SegmentSpec, UnitSpec, WholeSpec
 from fsdp_c.checkpoint._parallel_parts import with_parallel_parts
 from fsdp_c.checkpoint._ranks import Ranks
@@ -78,25 +77,23 @@ class Contents:
         Raises:
             ValueError: Over ranks that are not among ``ranks``.
         """
-        places: dict[ShardedModule, list[ParamPart]] = {}
-        rows: dict[Group | ShardedModule, list[ParamPart]] = {}
+        places: dict[Group | nn.Module, list[ParamPart]] = {}
         for place in self.places.values():
-            if isinstance(place.home, Rows):
-                rows.setdefault(place.home.owner, []).append(place)
-            elif place.module is not None:
-                places.setdefault(place.module, []).append(place)
-        units = []
-        for prefix, module in self.model.named_modules():
-            name = clean_name(f"{prefix}.")[:-1]
-            if isinstance(module, ShardedModule) and module in places:
-                units.append(_unit(name, module, places[module], ranks))
-            elif isinstance(module, ShardedModule) and module in rows:
-                units.append(_unit_of_rows(name, rows[module], ranks))
+            home = place.home
+            owner = home.owner if isinstance(home, Rows) else place.module
+            if owner is not None:
+                places.setdefault(owner, []).append(place)
+        names: dict[Group | nn.Module, str] = {
+            module: clean_name(f"{prefix}.")[:-1]
+            for prefix, module in self.model.named_modules()
+        }
         for group, prefix in groups_in(self.model).items():
-            if group in rows:
-                name = group.label(clean_name(f"{prefix}.")[:-1])
-                units.append(_unit_of_rows(name, rows[group], ranks))
-        return tuple(units)
+            names[group] = group.label(clean_name(f"{prefix}.")[:-1])
+        return tuple(
+            _unit(name, places[owner], ranks)
+            for owner, name in names.items()
+            if owner in places
+        )
 
 
 def find_contents(model: nn.Module) -> Contents:
@@ -166,72 +163,50 @@ def extra_states(stateful: dict[str, nn.Module]) -> dict[str, Any]:
     return {key: module.get_extra_state() for key, module in stateful.items()}
 
 
-def _unit(
-    name: str, module: ShardedModule, places: list[ParamPart], ranks: Ranks
-) -> UnitSpec:
-    layout = module._sharded.unit.layout
-    slots, segments = layout.slots, layout.segments
-    group = module._sharded.groups.shard_group
+def _unit(name: str, places: Sequence[ParamPart], ranks: Ranks) -> UnitSpec:
+    places = sorted(places, key=lambda place: place.index)
+    group, module = places[0].shard_group, places[0].module
+    by_rows = isinstance(places[0].home, Rows)
+    if by_rows or module is None:
+        layout = _layout_of_rows(places)
+    else:
+        layout = module._sharded.unit.layout
+    segments = layout.segments
+    params = []
+    for place, (segment, offset, _) in zip(places, layout.slots, strict=True):
+        dtype, requires_grad, *_ = segments[segment]
+        params.append(
+            ParamSpec(
+                name=place.fqn,
+                aliases=place.names[1:],
+                shape=tuple(place.shape),
+                dtype=dtype_name(dtype, f"parameter {place.fqn!r}"),
+                requires_grad=requires_grad,
+                segment=segment,
+                offset=offset,
+            )
+        )
     return UnitSpec(
         name=name,
-        ranks=tuple(ranks.positions(group) if group is not None else [0]),
+        ranks=tuple([0] if group is None else ranks.positions(group)),
         alignment=layout.alignment,
-        segments=_segments(name, layout),
-        params=tuple(
-            _param(place, slots, segments)
-            for place in sorted(places, key=lambda place: place.index)
+        segments=tuple(
+            SegmentSpec(dtype_name(dtype, f"unit {name!r}"), requires_grad, shard_numel)
+            for dtype, requires_grad, _, _, shard_numel, _ in segments
         ),
+        params=tuple(params),
+        by_rows=by_rows,
         is_placed=layout.is_placed,
     )
 
 
-def _unit_of_rows(name: str, places: list[ParamPart], ranks: Ranks) -> UnitSpec:
+def _layout_of_rows(places: Sequence[ParamPart]) -> _native.Layout:
     group = places[0].shard_group
-    params = tuple(
-        ParamSpec(
-            name=place.fqn,
-            aliases=place.names[1:],
-            shape=tuple(place.shape),
-            dtype=dtype_name(place.param.dtype, f"parameter {place.fqn!r}"),
-            requires_grad=place.param.requires_grad,
-            segment=number,
-            offset=0,
-        )
-        for number, place in enumerate(places)
-    )
-    alignment = (1, False, False)
-    num_ranks = 1 if group is None else group.size()
-    layout = make_layout(params, num_ranks, alignment, by_rows=True)
-    return UnitSpec(
-        name=name,
-        ranks=tuple([0] if group is None else ranks.positions(group)),
-        alignment=alignment,
-        segments=_segments(name, layout),
-        params=params,
-        by_rows=True,
-    )
-
-
-def _segments(name: str, layout: _native.Layout) -> tuple[SegmentSpec, ...]:
-    return tuple(
-        SegmentSpec(dtype_name(dtype, f"unit {name!r}"), requires_grad, shard_numel)
-        for dtype, requires_grad, _, _, shard_numel, _ in layout.segments
-    )
-
-
-def _param(
-    place: ParamPart,
-    slots: list[tuple[int, int, int]],
-    segments: list[tuple[torch.dtype, bool, int, int, int, int]],
-) -> ParamSpec:
-    segment, offset, _ = slots[place.index]
-    dtype, requires_grad, *_ = segments[segment]
-    return ParamSpec(
-        name=place.fqn,
-        aliases=place.names[1:],
-        shape=tuple(place.shape),
-        dtype=dtype_name(dtype, f"parameter {place.fqn!r}"),
-        requires_grad=requires_grad,
-        segment=segment,
-        offset=offset,
+    return _native.Layout(
+        [(p.shape.numel(), p.param.dtype, p.param.requires_grad) for p in places],
+        1 if group is None else group.size(),
+        itemsize=1,
+        align_params=False,
+        align_shards=False,
+        row_numels=[place.shape[1:].numel() for place in places],
     )

@@ -92,9 +92,7 @@ def write_items(
     with new_file(path) as descriptor:
         nbytes = write_all(descriptor, _chunks(header, items), sums.update, advance)
     pieces = {
-        key: Piece(
-            key, places[key].dtype, begin, begin + tensor.numel(), places[key].begin
-        )
+        key: Piece(places[key].dtype, begin, begin + tensor.numel(), places[key].begin)
         for key, begin, tensor in items
     }
     return Written(nbytes, sums.finish(), pieces)

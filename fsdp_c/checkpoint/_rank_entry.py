@@ -1,6 +1,6 @@
 """A rank's entry: which tensors are where in the file that this rank wrote."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fsdp_c.checkpoint import _documents
@@ -17,14 +17,12 @@ class Piece:
     """Elements ``[begin, end)`` of a flattened tensor, in one file.
 
     Attributes:
-        key: In the safetensors file.
         dtype: Its name.
         begin: First element.
         end: One past the last element.
         offset: First byte, from the start of the file.
     """
 
-    key: str
     dtype: str
     begin: int
     end: int
@@ -47,7 +45,7 @@ class RankEntry:
     checksums: list[int]
     """CRC-32C of the file's blocks."""
     pieces: dict[str, Piece]
-    """By key."""
+    """By key in the safetensors file."""
     plain: dict[str, Any] = field(default_factory=dict)
     """Encoded optimizer state that is not element-wise, by parameter."""
     special: dict[str, Any] = field(default_factory=dict)
@@ -67,15 +65,7 @@ class RankEntry:
                 "nbytes": self.nbytes,
                 "block_nbytes": BLOCK_NBYTES,
                 "checksums": "".join(f"{value:08x}" for value in self.checksums),
-                "pieces": {
-                    key: {
-                        "dtype": piece.dtype,
-                        "begin": piece.begin,
-                        "end": piece.end,
-                        "offset": piece.offset,
-                    }
-                    for key, piece in self.pieces.items()
-                },
+                "pieces": {key: asdict(piece) for key, piece in self.pieces.items()},
                 "plain": self.plain,
                 **({"special": self.special} if self.special else {}),
                 "random_states": self.random_states,
@@ -167,7 +157,7 @@ def _piece(key: str, value: Any, nbytes: int) -> Piece:
     dtype_named(dtype)
     begin = fields.integer("begin")
     piece = Piece(
-        key, dtype, begin, fields.integer("end", begin), fields.integer("offset", 8)
+        dtype, begin, fields.integer("end", begin), fields.integer("offset", 8)
     )
     fields.end()
     if piece.offset + piece.nbytes > nbytes:
