@@ -162,15 +162,12 @@ class OptimLoad:
         self, fqn: str, spec: ParamSpec | WholeSpec, key: str, dtype: str
     ) -> None:
         place = self._current[fqn].part
-        empty = torch.empty(0)
-        names, begin, end = place.names, place.begin, place.end
         what = describe_state(self._optim, key, repr(fqn))
-        target = Target(what, names, spec.shape, begin, end, empty)
 
         def make() -> Tensor:
             return self._new_state(place, key, dtype_named(dtype))
 
-        special = SpecialState.plan(self._source, target, spec, dtype, key, place, make)
+        special = SpecialState.plan(self._source, what, spec, dtype, key, place, make)
         self._special[fqn, key] = special
         self._states[fqn].sharded[key] = special.values
 

@@ -123,6 +123,36 @@ class Part(NamedTuple):
         self.rank.reads.reads.append(Read(what, begin, end, dtype, target))
 
 
+def find_ranks(
+    source: Source, what: str, spec: ParamSpec | WholeSpec, elements: tuple[int, int]
+) -> Iterator[tuple[Held, RankSource]]:
+    """Yield who saved elements of a tensor, ascending.
+
+    One whose entry is damaged is a problem of the source.
+    """
+    for held in source.holders.holders(spec.name, *elements):
+        rank = source.rank(held.rank)
+        if rank is None:
+            source.problems.append(f"{what} is lost with the entry of rank {held.rank}")
+        else:
+            yield held, rank
+
+
+def find_part(
+    source: Source, what: str, held: Held, rank: RankSource, key: str, dtype: str
+) -> Part | None:
+    """Return where a rank's elements are; a problem if not where the manifest says."""
+    piece = rank.entry.pieces.get(key)
+    saved = (held.part_begin, held.part_end, dtype)
+    if piece is None or (piece.begin, piece.end, piece.dtype) != saved:
+        source.problems.append(
+            f"the entry of rank {held.rank} has no {dtype} elements "
+            f"[{held.part_begin}, {held.part_end}) of {what}, which the manifest lists"
+        )
+        return None
+    return Part(rank, piece, held.begin, held.end)
+
+
 def find_parts(
     source: Source,
     what: str,
@@ -130,9 +160,7 @@ def find_parts(
     elements: tuple[int, int],
     state: tuple[str, str] | None = None,
 ) -> list[Part]:
-    """Return where elements of a tensor are, ascending.
-
-    A tensor that is not where the manifest lists it is a problem of the source.
+    """Return where elements of a tensor are, ascending; problems go to the source.
 
     Args:
         source: The checkpoint.
@@ -145,31 +173,17 @@ def find_parts(
     if state is not None:
         key, dtype = state_key(spec.name, state[0]), state[1]
     parts = []
-    for held in source.holders.holders(spec.name, *elements):
-        rank = source.rank(held.rank)
-        if rank is None:
-            source.problems.append(f"{what} is lost with the entry of rank {held.rank}")
-            continue
-        piece = rank.entry.pieces.get(key)
-        if piece is None and key in rank.entry.special:
+    for held, rank in find_ranks(source, what, spec, elements):
+        if key in rank.entry.special:
             source.problems.append(
                 f"rank {held.rank} saved {what} as a "
                 f"{rank.entry.special[key]['class']}: only load() can read it, into "
                 "the class that saved it"
             )
             continue
-        if (
-            piece is None
-            or (piece.begin, piece.end) != (held.part_begin, held.part_end)
-            or piece.dtype != dtype
-        ):
-            source.problems.append(
-                f"the entry of rank {held.rank} has no {dtype} elements "
-                f"[{held.part_begin}, {held.part_end}) of {what}, which the manifest "
-                "lists"
-            )
-            continue
-        parts.append(Part(rank, piece, held.begin, held.end))
+        part = find_part(source, what, held, rank, key, dtype)
+        if part is not None:
+            parts.append(part)
     return parts
 
 

@@ -32,7 +32,7 @@ from fsdp_c.checkpoint._dtypes import dtype_name, dtype_named
 from fsdp_c.checkpoint._holders import Held
 from fsdp_c.checkpoint._manifest import ParamSpec, WholeSpec
 from fsdp_c.checkpoint._plain import decode, encode, tensor_keys
-from fsdp_c.checkpoint._plan import Part, Target
+from fsdp_c.checkpoint._plan import Target, find_part, find_ranks
 from fsdp_c.checkpoint._rank_entry import model_key, state_key
 from fsdp_c.checkpoint._source import RankSource, Source
 
@@ -142,15 +142,15 @@ class Saved(NamedTuple):
 
 
 def find_saved(
-    source: Source, what: str, spec: ParamSpec | WholeSpec, key: str, place: Target
+    source: Source,
+    what: str,
+    spec: ParamSpec | WholeSpec,
+    key: str,
+    elements: tuple[int, int],
 ) -> list[Saved]:
     """Return who saved elements of a tensor, ascending; plan to check its records."""
     found = []
-    for held in source.holders.holders(spec.name, place.begin, place.end):
-        rank = source.rank(held.rank)
-        if rank is None:
-            source.problems.append(f"{what} is lost with the entry of rank {held.rank}")
-            continue
+    for held, rank in find_ranks(source, what, spec, elements):
         record = rank.entry.special.get(key)
         if record is not None:
             for each in tensor_keys(record):
@@ -186,7 +186,7 @@ class SpecialState:
     @staticmethod
     def plan(
         source: Source,
-        target: Target,
+        what: str,
         spec: ParamSpec | WholeSpec,
         dtype: str,
         name: str,
@@ -195,28 +195,17 @@ class SpecialState:
     ) -> "SpecialState":
         """Plan the reads of one; ``make`` returns memory for values."""
         key = state_key(spec.name, name)
-        saved = find_saved(source, target.what, spec, key, target)
+        saved = find_saved(source, what, spec, key, (part.begin, part.end))
         needs_values = part.is_flat or part.home.communicates
         if not needs_values and all(each.record is not None for each in saved):
             values = torch.empty(1, dtype=dtype_named(dtype), device=part.param.device)
             return SpecialState(name, part, values.expand(part.part_numel), saved)
         values = make()
-        for each in saved:
-            held = each.held
-            piece = each.rank.entry.pieces.get(key)
-            if each.record is not None:
-                continue
-            if piece is None or (piece.begin, piece.end) != (
-                held.part_begin,
-                held.part_end,
-            ):
-                source.problems.append(
-                    f"the entry of rank {held.rank} has nothing of {target.what}, "
-                    "which the manifest lists"
-                )
-                continue
-            own = Part(each.rank, piece, held.begin, held.end)
-            own.plan_read(target.what, target.begin, values)
+        for held, rank, record in saved:
+            if record is None:
+                own = find_part(source, what, held, rank, key, dtype)
+                if own is not None:
+                    own.plan_read(what, part.begin, values)
         return SpecialState(name, part, values, saved)
 
     @property
@@ -313,8 +302,8 @@ class SpecialParam:
         name = class_name(self._local)
         if target.begin == target.end:
             return
-        saved = find_saved(source, target.what, spec, model_key(spec.name), target)
-        for each in saved:
+        key, elements = model_key(spec.name), (target.begin, target.end)
+        for each in find_saved(source, target.what, spec, key, elements):
             whole = (each.held.part_begin, each.held.part_end)
             saved_as = "plain values" if each.record is None else each.record["class"]
             if saved_as != name:
