@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp_c._fully_shard.group import Group, groups_in
 from fsdp_c._fully_shard.rows import part_of
-from fsdp_c._state.parts import Home, ParamPart, find_parts, whole_part
+from fsdp_c._native import Placement
+from fsdp_c._state.parts import Home, ParamPart, Spread, find_parts, whole_part
 from fsdp_c._state.sharded_tensors import rows_of
 from fsdp_c._units.base import ShardedModule, sharded_modules
 from fsdp_c._units.cuts import Cut, as_dtensor, has_values, local_of, with_memory
@@ -111,6 +112,13 @@ class GroupRows(Rows):
             local_of(self.param).copy_(local_of(self.as_state(values)))
 
 
+class _RowSpread(Spread):
+    """How rows lie over the ranks of a group."""
+
+    def sharded(self, param: int) -> Placement:
+        return self.rows(param)
+
+
 def parts_in(model: nn.Module) -> dict[str, ParamPart]:
     """Return the parts of all parameters of a model of either API, by first name.
 
@@ -164,4 +172,5 @@ def _row_part(group: Group, index: int, names: list[str]) -> ParamPart:
     first, last = begin * row_numel, end * row_numel
     cut = group.params.cuts[index]
     home = GroupRows(param, first, last, 0, data.shard_group, shape, group, cut)
-    return replace(whole_part(param, names, None), home=home, index=index)
+    spread = _RowSpread([shape], None, data.num_shards)
+    return replace(whole_part(param, names, None), home=home, spread=spread)

@@ -205,21 +205,25 @@ def find_parts(model: nn.Module) -> dict[str, ParamPart]:
             parts += its_parts
             known.update(part.param for part in its_parts)
             known.update(use.param for use in module._sharded.uses)
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
+    for param, names in names_of_params(model).items():
         if param in known:
             continue
         if is_taken(param):
             raise ValueError(
-                f"parameter {clean_name(name)!r} is sharded by unit "
+                f"parameter {names[0]!r} is sharded by unit "
                 f"{sharding_unit(param)!r}, which is not in this "
                 f"{type(model).__name__}: pass the model that contains it"
             )
-        names.setdefault(param, []).append(clean_name(name))
-    parts += [
-        whole_part(param, its_names, outermost) for param, its_names in names.items()
-    ]
+        parts.append(whole_part(param, names, outermost))
     return {part.fqn: part for part in parts}
+
+
+def names_of_params(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Return the names of each registered parameter in the unwrapped model."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(clean_name(name))
+    return names
 
 
 def whole_part(

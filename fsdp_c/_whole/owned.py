@@ -13,7 +13,6 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -29,9 +28,8 @@ from fsdp_c._state.exchange import (
     exchange_in,
     runs_beside,
 )
-from fsdp_c._state.parts import ParamPart, Spread, whole_part
+from fsdp_c._state.parts import ParamPart, names_of_params, whole_part
 from fsdp_c._units.collectives import naming_ranks
-from fsdp_c._units.names import clean_name
 from fsdp_c._units.owner import owners_in
 
 # Where torch places tensors on a CPU. Kernels choose their way by it, so that an
@@ -43,10 +41,10 @@ def parts_of(model: nn.Module) -> dict[str, ParamPart]:
     """Return the parts of all parameters by first name; wholes, if none is sharded."""
     if owners_in(model):
         return parts_in(model)
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(param, []).append(clean_name(name))
-    return {its[0]: whole_part(param, its, None) for param, its in names.items()}
+    return {
+        names[0]: whole_part(param, names, None)
+        for param, names in names_of_params(model).items()
+    }
 
 
 class Grid(NamedTuple):
@@ -149,34 +147,20 @@ class WholeParam:
     def shape(self) -> torch.Size:
         return self.part.shape
 
-    @cached_property
-    def _spread(self) -> Spread:
-        part = self.part
-        if isinstance(part.home, GroupRows):
-            return Spread([part.shape], None, self.grid.num_shards)
-        return part.spread
-
-    @property
-    def position(self) -> int:
-        """Which parameter of its placements it is."""
-        return 0 if isinstance(self.part.home, GroupRows) else self.part.index
-
     @property
     def sharded(self) -> Placement:
         """Where the parts lie in a row of the grid."""
-        if isinstance(self.part.home, GroupRows):
-            return self._spread.rows(0)
-        return self._spread.sharded(self.part.index)
+        return self.part.spread.sharded(self.part.index)
 
     @property
     def owned(self) -> Placement:
         """The whole, on the owner's rank of its row."""
-        return self._spread.whole(self.shard_rank, self.shard_rank + 1)
+        return self.part.spread.whole(self.shard_rank, self.shard_rank + 1)
 
     @property
     def is_leader(self) -> bool:
         """Whether this rank is the first of its row that has elements."""
-        place, index = self.sharded, self.position
+        place, index = self.sharded, self.part.index
         ranks = range(self.grid.shard_rank)
         mine = place.numel(index, self.grid.shard_rank) > 0
         return mine and not any(place.numel(index, rank) for rank in ranks)
@@ -301,7 +285,7 @@ def begin_gather(
     under_way = []
     for grid, members in rows.items():
         moves = [
-            Move(values, dtype, whole.position, whole.sharded, whole.owned)
+            Move(values, dtype, whole.part.index, whole.sharded, whole.owned)
             for whole, values, dtype in (travelling[i] for i in members)
         ]
         assert grid.shard_group is not None
@@ -342,7 +326,7 @@ def scatter(travelling: Sequence[Travelling], what: str) -> list[Tensor]:
     label = f"scatter of {what}"
     for grid, members in rows.items():
         moves = [
-            Move(values, dtype, whole.position, whole.owned, whole.sharded)
+            Move(values, dtype, whole.part.index, whole.owned, whole.sharded)
             for whole, values, dtype in (travelling[i] for i in members)
         ]
         assert grid.shard_group is not None

@@ -14,7 +14,7 @@ from fsdp_c._state.optim.keys import (
     renamed,
     warn_of_input,
 )
-from fsdp_c._units.names import clean_name
+from fsdp_c._state.parts import names_of_params
 
 
 def rekey_optim_state_dict(
@@ -59,9 +59,7 @@ def rekey_optim_state_dict(
     wanted = str if to_names else int
     if found <= {wanted}:
         return state_dict
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(param, []).append(clean_name(name))
+    names = names_of_params(model)
     new_key: dict[Key, Key] = {}
     keys = keys_of_either(model, optim, optim_input)
     check_stepped(keys.param_of_key.values(), names)
