@@ -16,7 +16,7 @@ from fsdp_c._fully_shard.row_parts import Rows
 from fsdp_c._state.optim.agreement import packed_value, unpacked_value
 from fsdp_c._state.optim.classes import describe_state, special_tensor, values_of
 from fsdp_c._state.optim.keys import keys_of_input
-from fsdp_c._state.optim.states import ParamState, assemble
+from fsdp_c._state.optim.states import ParamState, assemble, load_keeping_dtypes
 from fsdp_c._state.optim.states import collect as collect_states
 from fsdp_c._whole.owned import Dealt, Travelling, WholeParam, gather, parts_of, scatter
 
@@ -185,23 +185,7 @@ def load_states(
                 is_own = not whole.travels
                 own = values.to(whole.part.param.device, copy=is_own)
                 loaded[dealt.shown[whole]][name] = own.view(whole.shape)
-    _install(optimizer, loaded)
-
-
-def _install(
-    optimizer: Optimizer, loaded: Mapping[nn.Parameter, dict[str, Any]]
-) -> None:
-    """Load the states, which keep their dtypes."""
-    state_dict = optimizer.state_dict()
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    state_dict["state"] = {
-        key: loaded[param] for key, param in enumerate(params) if loaded[param]
-    }
-    optimizer.load_state_dict(state_dict)
-    for param, state in loaded.items():
-        own = optimizer.state[param] if state else {}
-        for name, value in state.items():
-            if name == "step" or not isinstance(value, Tensor):
-                continue  # torch.optim decides what a step is
-            if own[name].dtype != value.dtype:
-                own[name] = value.to(own[name].device)
+    owned = {key: loaded[param] for key, param in enumerate(params) if loaded[param]}
+    state_dict = {**optimizer.state_dict(), "state": owned}
+    load_keeping_dtypes(optimizer, state_dict, dict(enumerate(params)))

@@ -16,7 +16,7 @@ from fsdp_c._state.optim.classes import (
 )
 from fsdp_c._state.optim.groups import groups_for_optimizer
 from fsdp_c._state.optim.keys import ParamKeys, keys_of_optimizer, uses_names
-from fsdp_c._state.optim.states import ParamState, assemble
+from fsdp_c._state.optim.states import ParamState, assemble, load_keeping_dtypes
 from fsdp_c._state.optim.states import collect as collect_states
 from fsdp_c._state.parts import ParamPart
 from fsdp_c.checkpoint._dtypes import dtype_named
@@ -306,24 +306,14 @@ class OptimLoad:
     def install(self) -> None:
         """Put the states that were read into the optimizer, in their own dtypes."""
         keys, state_dict = self._state_dict(self._states)
-        states = {key: dict(state) for key, state in state_dict["state"].items()}
-        state_dict["state"].update(self._others)
-        self._optim.load_state_dict(state_dict)
+        states = state_dict["state"]
+        states.update(self._others)
+        load_keeping_dtypes(self._optim, state_dict, keys.param_of_key)
         for (_, name), special in self._special.items():
             param = special.part.param
             state = states.get(keys.key_of_param[param], {})
             if name in state:
-                self._optim.state[param][name] = special.finished(state.pop(name))
-        for key, param in keys.param_of_key.items():
-            loaded = self._optim.state[param] if key in states else {}
-            for name, value in states.get(key, {}).items():
-                if (
-                    name != "step"  # torch.optim decides what it is
-                    and isinstance(value, Tensor)
-                    and isinstance(loaded.get(name), Tensor)
-                    and loaded[name].dtype != value.dtype
-                ):
-                    loaded[name] = value.to(loaded[name].device)
+                self._optim.state[param][name] = special.finished(state[name])
 
 
 def _without_memory(value: Any) -> Any:

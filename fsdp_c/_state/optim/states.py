@@ -6,6 +6,7 @@ each rank has its own plain state and they are normally equal. A name is one or 
 other for all parameters. Nothing here communicates.
 """
 
+import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -243,6 +244,28 @@ def _whole_of_parts(
         if part.home.part_in(whole).data_ptr() != value.data_ptr():
             return None
     return whole
+
+
+def load_keeping_dtypes(
+    optim: torch.optim.Optimizer,
+    state_dict: Mapping[str, Any],
+    params: Mapping[Key, nn.Parameter],
+) -> None:
+    """Load a state dict, of ``params`` by key; but for ``step`` states keep dtypes."""
+    states = state_dict["state"]
+    copied = {key: copy.copy(state) for key, state in states.items()}
+    optim.load_state_dict({**state_dict, "state": copied})
+    for key, param in params.items():
+        for name, value in states.get(key, {}).items():
+            own = optim.state[param]
+            loaded = own.get(name)
+            if (
+                name != "step"
+                and isinstance(value, Tensor)
+                and isinstance(loaded, Tensor)
+                and loaded.dtype != value.dtype
+            ):
+                own[name] = value.to(loaded.device)
 
 
 _MISSING: Any = object()
