@@ -80,15 +80,21 @@ def test_contradictions_are_not_made_into_an_offset() -> None:
 
 
 def test_through_a_rank_between() -> None:
-    """0 and 2 share nothing; both share collectives with 1."""
+    """0 and 2 share nothing; both share the collectives of some units with 1."""
 
-    def with_groups(base: Recorded, shard: tuple[int, ...], rank: int) -> Recorded:
-        units = tuple(replace(unit, shard_ranks=shard) for unit in base.units)
-        return replace(base, units=units, rank=rank, world_size=3)
+    def with_groups(base: Recorded, *groups: tuple[int, ...]) -> Recorded:
+        units = tuple(
+            replace(unit, shard_ranks=shard)
+            for unit, shard in zip(base.units, groups, strict=True)
+        )
+        return replace(base, units=units, world_size=3)
 
-    first = with_groups(recording(), (0, 1), 0)
-    both = with_groups(shifted(recording(), 5 * US, rank=1, clock="b"), (0, 1, 2), 1)
-    last = with_groups(shifted(recording(), 9 * US, rank=2, clock="c"), (1, 2), 2)
+    front, back = (0, 1), (1, 2)
+    first = with_groups(recording(), front, front, front)
+    between = shifted(recording(), 5 * US, rank=1, clock="b")
+    both = with_groups(between, front, back, back)
+    other = shifted(recording(), 9 * US, rank=2, clock="c")
+    last = with_groups(other, back, back, back)
     alignments = align([lanes_of(each) for each in (first, both, last)])
     assert abs(alignments[2].offset + 9 * US) <= alignments[2].uncertainty
     assert alignments[2].uncertainty > alignments[1].uncertainty

@@ -4,7 +4,7 @@ A rank is a process, a lane a thread. Two slices of a lane are nested or do not 
 Times are microseconds since the first thing that any rank recorded.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fsdp_c.tools.trace._clocks import Alignment, align, describe
@@ -181,12 +181,7 @@ class _RankEvents:
 
     def _arena(self) -> None:
         last = -1
-        for span in _in_order(self.recorded.spans):
-            if not span.has_arena or span.nbytes < 0 or span.nbytes == last:
-                continue
-            last = span.nbytes
-            self._add("C", "arena (bytes held)", span.end, 0, args={"held": last})
-
-
-def _in_order(spans: Iterable[Any]) -> list[Any]:
-    return sorted(spans, key=lambda s: s.end)
+        for time, nbytes in self.recorded.arena:
+            if nbytes != last:
+                self._add("C", "arena (bytes held)", time, 0, args={"held": nbytes})
+            last = nbytes

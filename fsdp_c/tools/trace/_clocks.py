@@ -24,38 +24,35 @@ class Alignment(NamedTuple):
     how: str  # "one clock", "collectives" or "not aligned"
 
 
-def collectives_by_key(lanes: Lanes) -> dict[tuple[str, str, int], TimedCollective]:
-    """Return each collective by what it is on all ranks.
+class Meeting(NamedTuple):
+    """A collective, as all ranks know it that take part."""
 
-    The key is (operation, unit, how often that was before).
-    """
-    counts: Counter[tuple[str, str]] = Counter()
+    operation: str
+    unit: str
+    ranks: tuple[int, ...]
+    number: int  # how often that was before
+
+
+def collectives_by_meeting(lanes: Lanes) -> dict[Meeting, TimedCollective]:
+    """Return each collective of a rank by what it is on all ranks."""
+    counts: Counter[Meeting] = Counter()
     found = {}
     for each in lanes.collectives:
-        name = lanes.recorded.units[each.unit].name
-        found[each.operation, name, counts[each.operation, name]] = each
-        counts[each.operation, name] += 1
+        unit = lanes.recorded.units[each.unit]
+        is_replicas = each.operation == "all_reduce"
+        ranks = unit.replica_ranks if is_replicas else unit.shard_ranks
+        key = Meeting(each.operation, unit.name, ranks, 0)
+        found[key._replace(number=counts[key])] = each
+        counts[key] += 1
     return found
-
-
-def group_of(lanes: Lanes, operation: str, unit_name: str) -> tuple[int, ...]:
-    """Return the ranks that take part in a collective."""
-    for unit in lanes.recorded.units:
-        if unit.name == unit_name:
-            is_replicas = operation == "all_reduce"
-            return unit.replica_ranks if is_replicas else unit.shard_ranks
-    return ()
 
 
 def _between(reference: Lanes, other: Lanes) -> Alignment | None:
     """Return the offset of ``other`` to ``reference``, or None: no range is left."""
-    ours = collectives_by_key(reference)
-    theirs = collectives_by_key(other)
+    ours = collectives_by_meeting(reference)
+    theirs = collectives_by_meeting(other)
     low, high = None, None
     for key in ours.keys() & theirs.keys():
-        group = group_of(reference, key[0], key[1])
-        if other.recorded.rank not in group:
-            continue
         mine, other_one = ours[key], theirs[key]
         if not mine.end or not other_one.end:
             continue

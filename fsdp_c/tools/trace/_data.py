@@ -68,7 +68,7 @@ class Span(NamedTuple):
     @property
     def has_arena(self) -> bool:
         """Whether ``nbytes`` are those that the arena held."""
-        return self.sequence < 0 and self.kind not in WHOLES
+        return self.sequence < 0 <= self.nbytes and self.kind not in WHOLES
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,12 @@ class Recorded:
     def has_device_times(self) -> bool:
         """Whether spans know when a device did its work."""
         return any(span.device_end >= 0 for span in self.spans)
+
+    @property
+    def arena(self) -> list[tuple[int, int]]:
+        """Bytes that the arena held, in order: (time, bytes)."""
+        ordered = sorted(self.spans, key=lambda span: span.end)
+        return [(span.end, span.nbytes) for span in ordered if span.has_arena]
 
     def label(self, unit: int) -> str:
         """Return the name of unit ``unit`` for readers."""

@@ -6,9 +6,9 @@ from statistics import mean
 
 from fsdp_c.tools.trace._clocks import (
     Alignment,
+    Meeting,
     align,
-    collectives_by_key,
-    group_of,
+    collectives_by_meeting,
 )
 from fsdp_c.tools.trace._lanes import Lanes
 
@@ -115,10 +115,8 @@ def _add_rank(numbers: Numbers, lanes: Lanes, weight: float) -> None:
     numbers.starts_block = numbers.starts_block and recorded.device == "cpu"
     numbers.num_lost += recorded.num_lost
     numbers.num_unused += lanes.num_unused
-    numbers.arena_peak = max(
-        numbers.arena_peak,
-        max((s.nbytes for s in recorded.spans if s.has_arena), default=0),
-    )
+    held = [nbytes for _, nbytes in recorded.arena]
+    numbers.arena_peak = max([numbers.arena_peak, *held])
     step = sum(each.end - each.begin for each in lanes.steps)
     numbers.step += weight * step
     in_model = sum(
@@ -194,13 +192,12 @@ def _add_skew(
     numbers: Numbers, all_lanes: Sequence[Lanes], alignments: Sequence[Alignment]
 ) -> None:
     """How long ranks waited for one that had not even started its part."""
-    started: dict[tuple[str, str, int, tuple[int, ...]], dict[int, int]] = {}
-    waits: dict[tuple[str, str, int, tuple[int, ...]], list[tuple[int, int]]] = {}
+    started: dict[Meeting, dict[int, int]] = {}
+    waits: dict[Meeting, list[tuple[int, int]]] = {}
     for lanes, clock in zip(all_lanes, alignments, strict=True):
         if clock.uncertainty < 0:
             continue
-        for key_on_ranks, each in collectives_by_key(lanes).items():
-            key = (*key_on_ranks, group_of(lanes, *key_on_ranks[:2]))
+        for key, each in collectives_by_meeting(lanes).items():
             begin = each.start.begin + clock.offset
             started.setdefault(key, {})[lanes.recorded.rank] = begin
             waits.setdefault(key, []).extend(

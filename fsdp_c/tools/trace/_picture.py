@@ -184,9 +184,9 @@ def _draw_uses(axis: Any, lanes: Lanes, step: Step, shift: int, row: int) -> Non
 
 def _draw_arena(axis: Any, lanes: Lanes, step: Step, shift: int, row: int) -> None:
     points = [
-        (s.end, s.nbytes)
-        for s in sorted(lanes.recorded.spans, key=lambda s: s.end)
-        if s.has_arena and s.nbytes >= 0 and step.begin <= s.end <= step.end
+        (time, nbytes)
+        for time, nbytes in lanes.recorded.arena
+        if step.begin <= time <= step.end
     ]
     peak = max((nbytes for _, nbytes in points), default=0)
     if peak == 0:
