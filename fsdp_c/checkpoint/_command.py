@@ -21,16 +21,19 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m fsdp_c checkpoint",
         description="Inspect and convert checkpoints.",
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def add(name: str, text: str) -> argparse.ArgumentParser:
+    def add(
+        name: str, run: Callable[[argparse.Namespace], None], text: str
+    ) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(run=run)
         command.add_argument("path", metavar="PATH", help="checkpoint folder")
         return command
 
-    add("info", "print what the manifest lists")
-    add("verify", "read all files and verify their checksums")
-    to_files = add("export", "write the model as model*.safetensors")
+    add("info", _info, "print what the manifest lists")
+    add("verify", _verify, "read all files and verify their checksums")
+    to_files = add("export", _export, "write the model as model*.safetensors")
     to_files.add_argument("target", metavar="TARGET", help="output folder")
     to_files.add_argument(
         "--max-shard-size",
@@ -70,25 +73,15 @@ def _export(words: argparse.Namespace) -> None:
         print(name)
 
 
-_COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
-    "info": _info,
-    "verify": _verify,
-    "export": _export,
-}
-
-
 def main(words: Sequence[str]) -> int:
     """Run the command ``words``; return the exit status.
 
     0: done. 1: the checkpoint is damaged, the target cannot be written, or a value is
     not possible. 2: the command line cannot be parsed.
     """
+    parsed = _parser().parse_args(words)
     try:
-        parsed = _parser().parse_args(words)
-    except SystemExit as error:
-        return int(error.code or 0)
-    try:
-        _COMMANDS[parsed.command](parsed)
+        parsed.run(parsed)
     except (CheckpointError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_c import checkpoint
-from fsdp_c.__main__ import main
+from helpers.commands import exit_status
 from helpers.distributed import distributed
 from helpers.impl import fsdp
 from helpers.models import CASES, MLP
@@ -204,7 +204,7 @@ def test_commands(tmp_path: Path) -> None:
     def run(*words: str) -> tuple[int, str, str]:
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            status = main(["checkpoint", *words])
+            status = exit_status("checkpoint", *words)
         return status, out.getvalue(), err.getvalue()
 
     status, out, err = run("info", path)

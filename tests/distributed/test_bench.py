@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_c.tools.bench import _command
 from fsdp_c.tools.bench._implementations import IMPLEMENTATIONS
 from fsdp_c.tools.bench._processes import run_ranks
 from fsdp_c.tools.bench._report import differences, table
 from fsdp_c.tools.bench._workload import Workload
+from helpers.commands import exit_status
 from helpers.distributed import TESTS_DIR, distributed
 
 SMALL = Workload(
@@ -100,7 +100,7 @@ def test_wrong_words(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    assert _command.main(words) == 2
+    assert exit_status("bench", *words) == 2
     assert message in capsys.readouterr().err
 
 

@@ -19,7 +19,6 @@ from torch.distributed.fsdp import ShardingStrategy
 from torch.nn import functional
 
 from fsdp_c import _native
-from fsdp_c.__main__ import main
 from fsdp_c.tools.plan import (
     Link,
     ModelSource,
@@ -32,6 +31,7 @@ from fsdp_c.tools.plan import (
 )
 from fsdp_c.tools.plan._recorder import trace_step
 from fsdp_c.tools.plan._trace import Inputs
+from helpers.commands import exit_status
 
 WIDTH, TOKENS, NUM_BLOCKS = 64, 32, 3
 
@@ -98,7 +98,7 @@ def _no_group() -> Any:
 
 
 def run(capsys: Any, *words: str) -> tuple[int, str, str]:
-    status = main(["plan", *words])
+    status = exit_status("plan", *words)
     captured = capsys.readouterr()
     return status, captured.out, captured.err
 
@@ -223,7 +223,7 @@ def test_a_name_that_transformers_does_not_find(
 
 
 def test_help_names_the_command(capsys: Any) -> None:
-    assert main(["--help"]) == 0
+    assert exit_status("--help") == 0
     assert "plan --model MODEL --world-size N" in capsys.readouterr().out
 
 

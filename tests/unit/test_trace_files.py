@@ -13,6 +13,7 @@ from fsdp_c.tools.trace import Recorded, Trace, TraceError, load
 from fsdp_c.tools.trace._chrome import THREADS
 from fsdp_c.tools.trace._command import main
 from fsdp_c.tools.trace._data import from_json, prepare_folder, rank_path, write_json
+from helpers.commands import exit_status
 from helpers.traces import UNIT, Times, recording
 
 # What a viewer may rely on: https://perfetto.dev, "trace event format".
@@ -175,7 +176,7 @@ def test_load_and_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")
     assert main(["show", str(tmp_path), "--step", "7"]) == 1
     assert "there are 0 to 1" in capsys.readouterr().err
-    assert main(["nonsense"]) == 2
+    assert exit_status("trace", "nonsense") == 2
     capsys.readouterr()
 
 

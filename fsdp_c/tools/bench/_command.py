@@ -205,11 +205,9 @@ def main(words: Sequence[str]) -> int:
     0: done. 1: a measurement failed, or implementations trained differently. 2: wrong
     words.
     """
+    parsed = _parser().parse_args(words)
     try:
-        parsed = _parser().parse_args(words)
         workload = _workload(parsed)
-    except SystemExit as error:
-        return int(error.code or 0)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

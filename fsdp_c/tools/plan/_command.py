@@ -403,10 +403,7 @@ def main(words: Sequence[str]) -> int:
 
     0: done. 2: wrong words, or a model that cannot be planned.
     """
-    try:
-        parsed = _parser().parse_args(words)
-    except SystemExit as error:
-        return int(error.code or 0)
+    parsed = _parser().parse_args(words)
     try:
         _run(parsed)
     except (PlanError, OSError, ValueError) as error:

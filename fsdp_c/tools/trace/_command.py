@@ -15,20 +15,25 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m fsdp_c trace",
         description="Read the timelines that fsdp_c.trace recorded.",
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def add(name: str, text: str) -> argparse.ArgumentParser:
+    def add(
+        name: str, run: Callable[[argparse.Namespace], None], text: str
+    ) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(run=run)
         command.add_argument(
             "folder", metavar="FOLDER", help="folder with rank0.json, rank1.json, ..."
         )
         return command
 
-    summary = add("summary", "print where the time of a step went, with advice")
+    summary = add(
+        "summary", _summary, "print where the time of a step went, with advice"
+    )
     summary.add_argument("--rank", type=int, help="one rank only (default: all)")
-    merge = add("merge", "merge all ranks into one file for ui.perfetto.dev")
+    merge = add("merge", _merge, "merge all ranks into one file for ui.perfetto.dev")
     merge.add_argument("--output", help="output file (default: FOLDER/trace.json)")
-    show = add("show", "draw one step of up to four ranks")
+    show = add("show", _show, "draw one step of up to four ranks")
     show.add_argument("--output", help="output file (default: FOLDER/trace.png)")
     show.add_argument("--step", type=int, help="step, from 0 (default: the last)")
     show.add_argument("--rank", type=int, help="one rank only (default: up to 4)")
@@ -64,24 +69,14 @@ def _show(words: argparse.Namespace) -> None:
     print(path)
 
 
-_COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
-    "summary": _summary,
-    "merge": _merge,
-    "show": _show,
-}
-
-
 def main(words: Sequence[str]) -> int:
     """Run the command ``words``; return the exit status.
 
     0: done. 1: the folder is not as it should be. 2: wrong words.
     """
+    parsed = _parser().parse_args(words)
     try:
-        parsed = _parser().parse_args(words)
-    except SystemExit as error:
-        return int(error.code or 0)
-    try:
-        _COMMANDS[parsed.command](parsed)
+        parsed.run(parsed)
     except (OSError, ValueError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
