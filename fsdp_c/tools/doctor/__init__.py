@@ -5,7 +5,7 @@ import os
 import platform
 import resource
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -86,10 +86,17 @@ def rows(machine: Machine | None = None) -> list[Row]:
     return [
         *_build_rows(),
         *_device_rows(machine),
-        *(row for each in _TRANSPORTS for row in each(machine)),
-        *_limit_rows(machine),
+        *_gloo_rows(machine),
+        *_nccl_rows(machine),
+        *_other_rows(),
+        *_limit_rows(),
         *_environment_rows(machine),
-        *(row for check in _CHECKS for row in check(machine)),
+        *_check_flight_recorder(machine),
+        *_check_threads(machine),
+        *_check_shared_memory(machine),
+        *_check_open_files(machine),
+        *_check_debug_level(machine),
+        *_check_bf16(machine),
     ]
 
 
@@ -268,8 +275,7 @@ def _nccl_rows(machine: Machine) -> Iterator[Row]:
         yield Row(_SECTION, "libnccl", "none (not needed)")
 
 
-def _other_rows(machine: Machine) -> Iterator[Row]:
-    del machine
+def _other_rows() -> Iterator[Row]:
     yield Row(_SECTION, "other groups", "the group's own c10d backend")
     yield Row(
         _SECTION,
@@ -279,15 +285,7 @@ def _other_rows(machine: Machine) -> Iterator[Row]:
     )
 
 
-# A new transport adds its function here.
-_TRANSPORTS: tuple[Callable[[Machine], Iterator[Row]], ...] = (
-    _gloo_rows,
-    _nccl_rows,
-    _other_rows,
-)
-
-
-def _limit_rows(machine: Machine) -> Iterator[Row]:
+def _limit_rows() -> Iterator[Row]:
     section = "time limits"
     if dist.is_available():
         gloo = c10d.default_pg_timeout.total_seconds()
@@ -396,13 +394,3 @@ def _check_bf16(machine: Machine) -> Iterator[Row]:
             "compare with a step in fp32; for Muon, an implementation that "
             "multiplies in fp32",
         )
-
-
-_CHECKS: tuple[Callable[[Machine], Iterator[Row]], ...] = (
-    _check_flight_recorder,
-    _check_threads,
-    _check_shared_memory,
-    _check_open_files,
-    _check_debug_level,
-    _check_bf16,
-)
