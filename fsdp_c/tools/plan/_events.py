@@ -101,11 +101,11 @@ class StepEvents:
         return [(kind, each, 0, 0, 0, 0.0, 0, 0, entry.requires_grad) for each in both]
 
 
-def recomputed_units(units: Sequence[PlannedUnit]) -> list[str]:
+def recomputed_units(units: Sequence[PlannedUnit]) -> tuple[str, ...]:
     """Return the units that recompute: all but the root and those inside others."""
     names = [unit.name for unit in units if unit.main is None and unit.name]
-    return [
+    return tuple(
         name
         for name in names
         if not any(name.startswith(f"{other}.") for other in names)
-    ]
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -29,7 +30,7 @@ from fsdp_c.tools.plan._units import (
     with_apart,
     without_warnings,
 )
-from fsdp_c.tools.plan._wrapping import AUTO, Wrapping, candidates, parse
+from fsdp_c.tools.plan._wrapping import AUTO, Wrapping, wrappings
 
 MAX_RANKS = 1_000_000
 # Candidates that differ from the best by at most this fraction count as equal.
@@ -176,55 +177,48 @@ def plan_model(
     model, _ = source.build()
     if settings.optimizer == "muon":
         _check_whole_matrices(model)
-    chosen = parse(wrap, model)
+    options = wrappings(wrap, model)
+    chosen = options[0]
     buffers = sum(buffer.nbytes for buffer in model.buffers())
-    options = candidates(model) if wrap == AUTO else [chosen]
-    first = (world_sizes[0], meshes[0])
 
-    traces: dict[tuple[str, ...], StepTrace] = {}  # by what is recomputed
-
-    def trace_of(units: list[PlannedUnit]) -> StepTrace:
-        recomputed = tuple(recomputed_units(units)) if settings.recomputes else ()
-        if recomputed not in traces:
-            traced, inputs = source.build()
-            traces[recomputed] = trace_step(
-                traced,
-                inputs,
-                source.batch * source.sequence,
-                param_dtype=sharding.param_dtype,
-                recomputed=recomputed,
-            )
-        return traces[recomputed]
-
-    def plan(
-        units: list[PlannedUnit], size: int, at: tuple[int, int] | None
-    ) -> RankPlan:
-        return plan_rank(units, trace_of(units), settings, size, at, buffers)
-
-    params = dict(model.named_parameters())
-    kind = type(model).__name__
-    units = _units_of(source, chosen, sharding)
-    suggestions = []
-    for option in options:
-        option_units = (
-            units if option == chosen else _units_of(source, option, sharding)
+    @functools.cache
+    def trace_of(recomputed: tuple[str, ...]) -> StepTrace:
+        traced, inputs = source.build()
+        return trace_step(
+            traced,
+            inputs,
+            source.batch * source.sequence,
+            param_dtype=sharding.param_dtype,
+            recomputed=recomputed,
         )
-        suggestions.append((option, plan(option_units, *first)))
+
+    @functools.cache
+    def wrapped(wrapping: Wrapping) -> tuple[list[PlannedUnit], StepTrace]:
+        units = _units_of(source, wrapping, sharding)
+        return units, trace_of(recomputed_units(units) if settings.recomputes else ())
+
+    @functools.cache
+    def plan(wrapping: Wrapping, size: int, at: tuple[int, int] | None) -> RankPlan:
+        return plan_rank(*wrapped(wrapping), settings, size, at, buffers)
+
+    params = list(model.parameters())
+    suggestions = [(each, plan(each, world_sizes[0], meshes[0])) for each in options]
+    _, trace = wrapped(chosen)
     return ModelPlan(
         model=source.name,
-        kind=kind,
-        numel=sum(param.numel() for param in params.values()),
-        trainable_numel=sum(p.numel() for p in params.values() if p.requires_grad),
-        num_tokens=trace_of(units).num_tokens,
-        flops=trace_of(units).flops,
+        kind=type(model).__name__,
+        numel=sum(param.numel() for param in params),
+        trainable_numel=sum(param.numel() for param in params if param.requires_grad),
+        num_tokens=trace.num_tokens,
+        flops=trace.flops,
         wrap=chosen.text,
         code=chosen.calls if sharding.fully_shard else chosen.code,
         why=chosen.why,
         ranks=tuple(
-            plan(units, size, at) for size, at in zip(world_sizes, meshes, strict=True)
+            plan(chosen, size, at) for size, at in zip(world_sizes, meshes, strict=True)
         ),
         suggestions=_sorted(suggestions, memory_nbytes, by_calls=sharding.fully_shard),
-        notes=_notes(trace_of(units)),
+        notes=_notes(trace),
     )
 
 

@@ -33,7 +33,7 @@ class Wrapping:
     @property
     def classes(self) -> tuple[str, ...]:
         """Names of the classes that it wraps, if it is by class."""
-        if self.text in (AUTO, NONE) or self.text.startswith(_SIZE):
+        if self.text == NONE or self.text.startswith(_SIZE):
             return ()
         return tuple(name.strip() for name in self.text.split(","))
 
@@ -92,8 +92,10 @@ def _size_policy(text: str) -> Callable[..., bool]:
     return policy
 
 
-def candidates(model: nn.Module) -> list[Wrapping]:
-    """Return what could be suggested for ``model``, the usual one first."""
+def wrappings(text: str, model: nn.Module) -> list[Wrapping]:
+    """Return what ``--wrap text`` means for ``model``, then what else to compare."""
+    if text != AUTO:
+        return [Wrapping(text, "as --wrap says")]
     blocks, why = _blocks(model)
     one = Wrapping(NONE, "everything is one unit, unsharded throughout a step")
     if not blocks:
@@ -137,10 +139,3 @@ def _repeated(model: nn.Module) -> str:
         return ""
     name, numel = max(numels.items(), key=lambda item: item[1])
     return name if numel > 0 else ""
-
-
-def parse(text: str, model: nn.Module) -> Wrapping:
-    """Return the wrapping that ``--wrap text`` means for ``model``."""
-    if text == AUTO:
-        return candidates(model)[0]
-    return Wrapping(text, "as --wrap says")
