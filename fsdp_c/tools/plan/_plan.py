@@ -15,7 +15,7 @@ from fsdp_c.tools.plan._errors import PlanError
 from fsdp_c.tools.plan._events import StepEvents
 from fsdp_c.tools.plan._explain import _chosen
 from fsdp_c.tools.plan._trace import StepTrace
-from fsdp_c.tools.plan._units import PlannedUnit, groups_of
+from fsdp_c.tools.plan._units import PlacedUnit, PlannedUnit, SegmentDtypes, groups_of
 from fsdp_c.tools.plan._whole import (
     Chooser,
     WholeStep,
@@ -241,28 +241,7 @@ def plan_rank(
     Raises:
         PlanError: A number is out of its bounds, or a size does not fit in int64.
     """
-    layouts = [_layout(unit, settings, world_size, mesh) for unit in units]
-    dtypes = [
-        _dtypes(unit, layout, settings)
-        for unit, layout in zip(units, layouts, strict=True)
-    ]
-    offloads = [_offloads(unit, settings) for unit in units]
-    native_units = [
-        (
-            unit.name or unit.kind,
-            layout,
-            dtypes[i],
-            groups_of(unit.config, world_size, mesh)[1],
-            unit.config.sharding_strategy in RESHARDING,
-            settings.by_rows,
-            settings.by_rows,
-            unit.main is not None,
-            _PREFETCHES[unit.config.backward_prefetch],
-            unit.config.forward_prefetch,
-            offloads[i],
-        )
-        for i, (unit, layout) in enumerate(zip(units, layouts, strict=True))
-    ]
+    placed = [_place(unit, settings, world_size, mesh) for unit in units]
     run = StepEvents(
         units,
         trace,
@@ -271,7 +250,7 @@ def plan_rank(
     )
     try:
         report: dict[str, Any] = _native.plan_step(
-            native_units,
+            [_native_unit(each, settings) for each in placed],
             run.forward,
             run.backward,
             settings.link.in_seconds(),
@@ -292,44 +271,35 @@ def plan_rank(
     whole, left_out = None, frozenset[str]()
     if settings.optimizer == _STEPS_WHOLES:
         whole, left_out = plan_whole_step(
-            units,
-            layouts,
-            [groups_of(unit.config, world_size, mesh)[1] for unit in units],
+            placed,
             settings.steps_whole or is_hidden_matrix,
             trained=trained,
             by_rows=settings.by_rows,
             on_cpu=settings.on_cpu,
             rank=settings.rank,
         )
-    optimizer = [
-        _optimizer_nbytes(unit, layout, settings, trained - left_out)
-        for unit, layout in zip(units, layouts, strict=True)
-    ]
-    unit_plans = tuple(
-        _unit_plan(unit, layout, dtypes[i], report["unit_exposed_seconds"][i])
-        for i, (unit, layout) in enumerate(zip(units, layouts, strict=True))
-    )
+    optimizer = [_optimizer_nbytes(u, settings, trained - left_out) for u in placed]
+    unit_plans = tuple(map(_unit_plan, placed, report["unit_exposed_seconds"]))
     on_host = sum(
-        unit.shard_nbytes + state
-        for unit, state, is_there in zip(unit_plans, optimizer, offloads, strict=True)
-        if is_there
+        plan.shard_nbytes + state
+        for plan, state, unit in zip(unit_plans, optimizer, placed, strict=True)
+        if unit.offloads
     )
     state, peak = sum(optimizer), report["peak"]
     in_step = held_on_host = 0
     if whole is not None:
         state += whole.state_nbytes
-        if all(offloads):
+        if all(unit.offloads for unit in placed):
             on_host += whole.state_nbytes
             held_on_host = whole.held_nbytes
         else:
             in_step = report["grad_shard_nbytes"] + whole.held_nbytes
         whole = replace(whole, is_peak=in_step > peak["nbytes"])
     at_rest = report["shard_nbytes"] + state + buffer_nbytes - on_host
-    replicas = groups_of(units[0].config, world_size, mesh)[1]
     return RankPlan(
         world_size=world_size,
-        shard_ranks=layouts[0].world_size,
-        replicas=replicas,
+        shard_ranks=placed[0].layout.world_size,
+        replicas=placed[0].replicas,
         shard_nbytes=report["shard_nbytes"],
         grad_shard_nbytes=report["grad_shard_nbytes"],
         optimizer_nbytes=state,
@@ -369,15 +339,10 @@ def _collective(count: dict[str, Any]) -> Collective:
 # What training decides in the bridge ------------------------------------------
 
 
-def _offloads(unit: PlannedUnit, settings: Settings) -> bool:
-    """Whether shards are elsewhere than the device (csrc/torch/unit.cpp)."""
-    return unit.config.cpu_offload.offload_params and not settings.on_cpu
-
-
-def _layout(
+def _place(
     unit: PlannedUnit, settings: Settings, world_size: int, mesh: tuple[int, int] | None
-) -> _native.Layout:
-    shard_ranks, _ = groups_of(unit.config, world_size, mesh)
+) -> PlacedUnit:
+    shard_ranks, replicas = groups_of(unit.config, world_size, mesh)
     kept = [p.kept for p in unit.params]
     blocks = None if settings.by_rows else block_numels(kept, shard_ranks)
     try:
@@ -392,42 +357,51 @@ def _layout(
             check_padding([(p.name, p.numel, p.kept) for p in unit.params], layout)
     except (ValueError, OverflowError, RuntimeError) as error:
         raise PlanError(f"unit {unit.name or unit.kind!r}: {error}") from error
-    return layout
-
-
-# (param, reduce, held, grad); see fsdp_segment_options.
-_Dtypes = tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype]
+    # Whether shards are elsewhere than the device (csrc/torch/unit.cpp).
+    offloads = unit.config.cpu_offload.offload_params and not settings.on_cpu
+    dtypes = [_dtypes(master, unit, settings) for master, *_ in layout.segments]
+    return PlacedUnit(unit, layout, dtypes, replicas, offloads)
 
 
 def _dtypes(
-    unit: PlannedUnit, layout: _native.Layout, settings: Settings
-) -> list[_Dtypes]:
-    """Return the dtypes of each segment (csrc/torch/unit.cpp)."""
+    master: torch.dtype, unit: PlannedUnit, settings: Settings
+) -> SegmentDtypes:
+    """Return the dtypes of a segment (csrc/torch/unit.cpp)."""
     precision = unit.config.mixed_precision
-    result = []
-    for master, *_ in layout.segments:
-        compute = _chosen(master, precision.param_dtype)
-        reduce = _chosen(compute, precision.reduce_dtype)
-        grad = compute if precision.keep_low_precision_grads else master
-        held = reduce if settings.by_rows else compute
-        result.append((compute, reduce, held, grad))
-    return result
+    param = _chosen(master, precision.param_dtype)
+    reduce = _chosen(param, precision.reduce_dtype)
+    held = reduce if settings.by_rows else param
+    return SegmentDtypes(
+        param, reduce, held, param if precision.keep_low_precision_grads else master
+    )
 
 
-def _unit_plan(
-    unit: PlannedUnit,
-    layout: _native.Layout,
-    dtypes: Sequence[_Dtypes],
-    exposed_seconds: float,
-) -> UnitPlan:
+def _native_unit(placed: PlacedUnit, settings: Settings) -> tuple[Any, ...]:
+    unit, config = placed.unit, placed.unit.config
+    return (
+        unit.name or unit.kind,
+        placed.layout,
+        placed.dtypes,
+        placed.replicas,
+        config.sharding_strategy in RESHARDING,
+        settings.by_rows,
+        settings.by_rows,
+        unit.main is not None,
+        _PREFETCHES[config.backward_prefetch],
+        config.forward_prefetch,
+        placed.offloads,
+    )
+
+
+def _unit_plan(placed: PlacedUnit, exposed_seconds: float) -> UnitPlan:
+    unit, layout = placed.unit, placed.layout
     shard = unsharded = grads = 0
-    for (master, is_trainable, _, _, shard_numel, padded_numel), chosen in zip(
-        layout.segments, dtypes, strict=True
+    for (master, is_trainable, _, _, shard_numel, padded_numel), dtypes in zip(
+        layout.segments, placed.dtypes, strict=True
     ):
-        compute, reduce, *_ = chosen
         shard += shard_numel * master.itemsize
-        unsharded += padded_numel * compute.itemsize
-        grads += padded_numel * reduce.itemsize if is_trainable else 0
+        unsharded += padded_numel * dtypes.param.itemsize
+        grads += padded_numel * dtypes.reduce.itemsize if is_trainable else 0
     return UnitPlan(
         name=unit.name,
         kind=unit.kind,
@@ -461,15 +435,13 @@ def _trained(
 
 
 def _optimizer_nbytes(
-    unit: PlannedUnit,
-    layout: _native.Layout,
-    settings: Settings,
-    stepped: frozenset[str],
+    placed: PlacedUnit, settings: Settings, stepped: frozenset[str]
 ) -> int:
     """Return the bytes of torch's optimizer over what the unit shows to it.
 
     ``stepped`` are the names of the parameters that it steps.
     """
+    unit, layout = placed.unit, placed.layout
     num_states, has_step = OPTIMIZERS[settings.optimizer]
     step = _STEP_NBYTES if has_step else 0
     total = 0

@@ -4,12 +4,13 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.fsdp.api import ShardingStrategy
 
+from fsdp_c._native import Layout
 from fsdp_c._units.apart import choose_apart
 from fsdp_c._units.base import ShardedModule, ShardedUnit
 from fsdp_c._units.config import DEFAULTS, Config, make_config
@@ -70,6 +71,33 @@ class PlannedUnit:
     def numel(self) -> int:
         """Elements of its parameters."""
         return sum(param.numel for param in self.params)
+
+
+class SegmentDtypes(NamedTuple):
+    """The dtypes of a segment; see fsdp_segment_options."""
+
+    param: torch.dtype
+    reduce: torch.dtype
+    held: torch.dtype
+    grad: torch.dtype
+
+
+class PlacedUnit(NamedTuple):
+    """A unit on ranks.
+
+    Attributes:
+        unit: It.
+        layout: Over the ranks that shard it.
+        dtypes: Of each segment.
+        replicas: How many ranks have each shard.
+        offloads: Whether shards are in host memory, and the device computes.
+    """
+
+    unit: PlannedUnit
+    layout: Layout
+    dtypes: list[SegmentDtypes]
+    replicas: int
+    offloads: bool
 
 
 _NONE: Any = None  # what is planned has no native unit

@@ -11,7 +11,7 @@ import torch
 from fsdp_c import _native
 from fsdp_c._whole.optimizer import ROUND_NBYTES, product_cost
 from fsdp_c.tools.plan._errors import PlanError
-from fsdp_c.tools.plan._units import ParamInfo, PlannedUnit
+from fsdp_c.tools.plan._units import ParamInfo, PlacedUnit
 
 # What Muon is not used for, by parts of a name.
 _NOT_HIDDEN = ("embed", "head", "wte", "wpe")
@@ -76,9 +76,7 @@ class _Chosen:
 
 
 def plan_whole_step(
-    units: Sequence[PlannedUnit],
-    layouts: Sequence[_native.Layout],
-    replicas: Sequence[int],
+    units: Sequence[PlacedUnit],
     chooses: Chooser,
     *,
     trained: Collection[str],
@@ -92,8 +90,6 @@ def plan_whole_step(
 
     Args:
         units: In the engine's order.
-        layouts: Theirs.
-        replicas: Of each unit, how many.
         chooses: Of a parameter that requires gradients.
         trained: Names of the parameters that get gradients.
         by_rows: Units are those of fully_shard().
@@ -104,7 +100,7 @@ def plan_whole_step(
         PlanError: Nothing is chosen.
     """
     grids: dict[tuple[int, int], list[_Chosen]] = {}
-    for i, (unit, layout) in enumerate(zip(units, layouts, strict=True)):
+    for unit, layout, _, replicas, _ in units:
         if not unit.config.use_orig_params:
             raise PlanError(
                 "--optimizer muon steps the matrices of a unit and AdamW the rest, "
@@ -113,7 +109,7 @@ def plan_whole_step(
         for index, param in enumerate(unit.params):
             if param.requires_grad and chooses(param.name, param.shape):
                 chosen = _Chosen(param, layout, index, param.name in trained)
-                grids.setdefault((layout.world_size, replicas[i]), []).append(chosen)
+                grids.setdefault((layout.world_size, replicas), []).append(chosen)
     if not grids:
         raise PlanError(
             "--optimizer muon: no parameter is chosen, name matrices with --whole"
