@@ -1,6 +1,6 @@
 """explain: which unit holds what, in which dtypes, as a table."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -88,44 +88,27 @@ class ModelSummary:
         ]
 
     def __str__(self) -> str:
-        header = (
-            "unit",
-            "strategy",
-            "ranks",
-            "master",
-            "compute",
-            "reduce",
-            "buffers",
-            "numel",
-            "shard bytes",
-            "padding",
-            "frozen",
-        )
+        settings: dict[str, Callable[[UnitSummary], str]] = {
+            "unit": lambda unit: unit.name or "(root)",
+            "strategy": lambda unit: unit.strategy,
+            "ranks": lambda unit: str(unit.world_size),
+            "master": lambda unit: _join(unit.master_dtypes),
+            "compute": lambda unit: _join(unit.compute_dtypes),
+            "reduce": lambda unit: _join(unit.reduce_dtypes),
+            "buffers": lambda unit: _join(unit.buffer_dtypes),
+        }
+        sizes: dict[str, Callable[[UnitSummary | ModelSummary], str]] = {
+            "numel": lambda of: f"{of.numel:,}",
+            "shard bytes": lambda of: f"{of.shard_nbytes:,}",
+            "padding": lambda of: f"{of.padding_numel:,}",
+            "frozen": lambda of: f"{of.frozen_share:.0%}",
+        }
         lines = [
-            (
-                unit.name or "(root)",
-                unit.strategy,
-                str(unit.world_size),
-                _join(unit.master_dtypes),
-                _join(unit.compute_dtypes),
-                _join(unit.reduce_dtypes),
-                _join(unit.buffer_dtypes),
-                f"{unit.numel:,}",
-                f"{unit.shard_nbytes:,}",
-                f"{unit.padding_numel:,}",
-                f"{unit.frozen_share:.0%}",
-            )
+            [text(unit) for text in (*settings.values(), *sizes.values())]
             for unit in self.units
         ]
-        total = (
-            "total",
-            *[""] * 6,
-            f"{self.numel:,}",
-            f"{self.shard_nbytes:,}",
-            f"{self.padding_numel:,}",
-            f"{self.frozen_share:.0%}",
-        )
-        return _table(header, [*lines, total], num_text=7)
+        lines.append(["total", *[""] * 6, *(text(self) for text in sizes.values())])
+        return _table([*settings, *sizes], lines, num_text=len(settings))
 
 
 def explain(model: nn.Module) -> ModelSummary:
