@@ -22,7 +22,7 @@ class UnitNumbers:
 
     unshard_wait: float = 0.0
     reduce_wait: float = 0.0
-    start: float = 0.0
+    start: float = 0.0  # in the calls that start collectives
     host: float = 0.0  # in fsdp_c, without waits and starts
     compute: float = 0.0
 
@@ -49,19 +49,14 @@ class PhaseNumbers:
         return self.hits / total if total else None
 
 
-@dataclass
-class Numbers:
-    """Means over the steps and ranks, in ns per step."""
+@dataclass(kw_only=True)
+class Numbers(UnitNumbers):
+    """All units, and what is of none."""
 
     num_ranks: int
     num_steps: int
     step: float = 0.0
-    compute: float = 0.0
-    unshard_wait: float = 0.0
-    reduce_wait: float = 0.0
-    start: float = 0.0  # in the calls that start collectives
     clip: float = 0.0  # in clip_grad_norm_, its own collective included
-    host: float = 0.0
     rest: float = 0.0  # outside of forward and backward: optimizer, data, loss
     # Of `rest`, by kind: rounds of whole parameters, their bytes, how many there were.
     wholes: dict[str, float] = field(default_factory=dict)
@@ -84,11 +79,7 @@ class Numbers:
     @property
     def exposed(self) -> float:
         """Communication that nothing was computed under."""
-        return (
-            self.unshard_wait
-            + self.reduce_wait
-            + (self.start if self.starts_block else 0.0)
-        )
+        return self.waited + (self.start if self.starts_block else 0.0)
 
     def share(self, time: float) -> float:
         """Part of a step, from 0 to 1."""
@@ -133,42 +124,35 @@ def _add_rank(numbers: Numbers, lanes: Lanes, weight: float) -> None:
         nbytes = numbers.whole_nbytes.get(span.kind, 0.0)
         numbers.whole_nbytes[span.kind] = nbytes + weight * span.nbytes
         numbers.num_rounds += weight if span.kind == "step_wholes" else 0.0
+
+    def times_of(unit: int) -> list[UnitNumbers]:
+        return [numbers] if unit < 0 else [numbers, units[unit]]
+
     for each in lanes.compute:
-        numbers.compute += weight * each.duration
-        units[each.unit].compute += weight * each.duration
-    _add_exposed(numbers, units, lanes, weight)
+        for times in times_of(each.unit):
+            times.compute += weight * each.duration
+    for each in lanes.exposed:
+        for times in times_of(each.unit):
+            if each.what == "unshard":
+                times.unshard_wait += weight * each.duration
+            elif each.what == "reduce":
+                times.reduce_wait += weight * each.duration
+            else:
+                times.start += weight * each.duration
     for call, inside in zip(lanes.calls, lanes.inside, strict=True):
-        if call.kind == "clip_grad_norm":
-            continue
-        own = weight * max(call.duration - inside, 0)
-        numbers.host += own
-        if call.unit >= 0:
-            units[call.unit].host += own
+        for times in times_of(call.unit) if call.kind != "clip_grad_norm" else ():
+            times.host += weight * max(call.duration - inside, 0)
+    _add_collectives(numbers, lanes, weight)
     _add_uses(numbers, lanes, weight)
 
 
-def _add_exposed(
-    numbers: Numbers, units: Sequence[UnitNumbers], lanes: Lanes, weight: float
-) -> None:
-    for each in lanes.exposed:
-        time = weight * each.duration
-        unit = units[each.unit] if each.unit >= 0 else UnitNumbers()
-        if each.what == "unshard":
-            numbers.unshard_wait += time
-            unit.unshard_wait += time
-        elif each.what == "reduce":
-            numbers.reduce_wait += time
-            unit.reduce_wait += time
-        else:
-            numbers.start += time
-            unit.start += time
-    if lanes.on_device:
-        for collective in lanes.collectives:
-            numbers.start += weight * collective.start.duration
-    for collective in lanes.collectives:
-        if collective.lane == "unshard":
+def _add_collectives(numbers: Numbers, lanes: Lanes, weight: float) -> None:
+    for each in lanes.collectives:
+        if lanes.on_device:
+            numbers.start += weight * each.start.duration
+        if each.lane == "unshard":
             numbers.num_gathers += weight
-            numbers.gathered_nbytes += weight * collective.nbytes
+            numbers.gathered_nbytes += weight * each.nbytes
 
 
 def _add_uses(numbers: Numbers, lanes: Lanes, weight: float) -> None:

@@ -49,33 +49,27 @@ def _head(numbers: Numbers, all_lanes: Sequence[Lanes]) -> str:
     )
 
 
-def _row(name: str, time: float, numbers: Numbers) -> str:
-    return f"  {name:<46}{time / 1e6:>10.3f} ms {numbers.share(time):>7.1%}"
-
-
 def _where(numbers: Numbers, all_lanes: Sequence[Lanes]) -> list[str]:
-    lines = [_row("step", numbers.step, numbers)]
-    lines.append(_row("compute of the units", numbers.compute, numbers))
+    rows = [("step", numbers.step), ("compute of the units", numbers.compute)]
     if _sees(all_lanes):
-        lines.append(_row("exposed communication", numbers.exposed, numbers))
-        lines.append(_row("  waiting for unshards", numbers.unshard_wait, numbers))
-        lines.append(_row("  waiting for reductions", numbers.reduce_wait, numbers))
+        rows += [
+            ("exposed communication", numbers.exposed),
+            ("  waiting for unshards", numbers.unshard_wait),
+            ("  waiting for reductions", numbers.reduce_wait),
+        ]
         if numbers.starts_block:
-            name = "  starting collectives (data moves there)"
-            lines.append(_row(name, numbers.start, numbers))
+            rows.append(("  starting collectives (data moves there)", numbers.start))
     if not numbers.starts_block:
-        name = "host, starting collectives"
-        lines.append(_row(name, numbers.start, numbers))
-    lines.append(_row("host, other fsdp_c work", numbers.host, numbers))
+        rows.append(("host, starting collectives", numbers.start))
+    rows.append(("host, other fsdp_c work", numbers.host))
     if numbers.clip > 0:
-        lines.append(_row("clip_grad_norm_", numbers.clip, numbers))
-    name = "outside forward and backward (optimizer, data)"
-    lines.append(_row(name, numbers.rest, numbers))
-    lines += [
-        _row(f"  {_WHOLES[kind]}", time, numbers)
-        for kind, time in numbers.wholes.items()
+        rows.append(("clip_grad_norm_", numbers.clip))
+    rows.append(("outside forward and backward (optimizer, data)", numbers.rest))
+    rows += [(f"  {_WHOLES[kind]}", time) for kind, time in numbers.wholes.items()]
+    return [
+        f"  {name:<46}{time / 1e6:>10.3f} ms {numbers.share(time):>7.1%}"
+        for name, time in rows
     ]
-    return lines
 
 
 def _phase(name: str, phase: PhaseNumbers) -> str:
