@@ -75,8 +75,6 @@ def import_safetensors(
         try:
             importing = _Importing(os.fspath(path), model)
             problems = importing.plan(strict=strict, cast=cast)
-        except CheckpointError as error:
-            problems = [str(error)]
         except Exception as error:
             problems = [reason(error)]
         raise_if_any(f"{_HEADLINE} ({os.fspath(path)})", ranks.all_gather(problems))

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from fsdp_c.checkpoint._manifest import OptimSpec, ParamSpec, StateSpec, WholeSp
 from fsdp_c.checkpoint._memory import is_direct
 from fsdp_c.checkpoint._parallel_parts import held_of_rows, rows_to_read
 from fsdp_c.checkpoint._plain import decode, tensor_keys
-from fsdp_c.checkpoint._plan import Plain, Target, find_plain, plan_target
+from fsdp_c.checkpoint._plan import Plain, find_plain, plan_reads
 from fsdp_c.checkpoint._source import Source
 from fsdp_c.checkpoint._special import SpecialState
 
@@ -122,6 +123,7 @@ class OptimLoad:
             self._states[fqn] = current
             return
         state = self._states[fqn] = ParamState(place, has_state=True)
+        elements = place.begin, place.end
         for key, name in state_spec.sharded.items():
             if key in state_spec.special:
                 self._plan_special(fqn, spec, key, name)
@@ -134,23 +136,15 @@ class OptimLoad:
             ):
                 tensor = self._new_state(place, key, dtype_named(name))
             state.sharded[key] = tensor
-            target = Target(
-                f"optimizer state {key!r} of {fqn!r}",
-                place.names,
-                spec.shape,
-                place.begin,
-                place.end,
-                tensor,
-            )
-            plan_target(self._source, target, spec, (key, name))
+            what = f"optimizer state {key!r} of {fqn!r}"
+            plan_reads(self._source, what, spec, elements, tensor, (key, name))
         if state_spec.plain:
-            # A rank without rows has a state, too: as all ranks have a DTensor.
-            elements = (place.begin, place.end) if place.part_numel else (0, 1)
             plain = find_plain(
                 self._source,
                 spec,
                 state_spec.plain,
-                elements,
+                # A rank without rows has a state, too: as all ranks have a DTensor.
+                elements if place.part_numel else (0, 1),
                 is_of_whole=steps_wholes(self._optim),
             )
             if plain is not None:
@@ -163,10 +157,7 @@ class OptimLoad:
     ) -> None:
         place = self._current[fqn].part
         what = describe_state(self._optim, key, repr(fqn))
-
-        def make() -> Tensor:
-            return self._new_state(place, key, dtype_named(dtype))
-
+        make = partial(self._new_state, place, key, dtype_named(dtype))
         special = SpecialState.plan(self._source, what, spec, dtype, key, place, make)
         self._special[fqn, key] = special
         self._states[fqn].sharded[key] = special.values

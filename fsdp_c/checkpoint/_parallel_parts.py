@@ -123,11 +123,11 @@ def with_rows(
 
     Collective if there are any: a rank that holds no element of one has no state.
     """
-    homes = {name: _rows_of(places[name]) for name in states if name in places}
-    parallel = {name: home for name, home in homes.items() if home is not None}
     result = dict(states)
-    if not any(_rows_of(place) for place in places.values()):
+    if not any(map(_rows_of, places.values())):
         return result
+    homes = {name: _rows_of(places[name]) for name in states}
+    parallel = {name: home for name, home in homes.items() if home is not None}
     mine: dict[str, _Kinds] = {
         name: (
             {key: value.dtype for key, value in states[name].sharded.items()},

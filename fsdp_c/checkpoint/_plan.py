@@ -22,7 +22,7 @@ class Target:
 
     Attributes:
         what: Its name in messages.
-        names: All its names in the model; of optimizer state, of its parameter.
+        names: All its names in the model.
         shape: Of the whole tensor.
         begin: First element.
         end: One past the last element.
@@ -68,7 +68,8 @@ def plan_parameters(
         if target.plan_special is not None:
             target.plan_special(source, target, spec)
         else:
-            plan_target(source, target, spec)
+            elements = target.begin, target.end
+            plan_reads(source, target.what, spec, elements, target.tensor)
     names = [spec.name for spec in source.manifest.tensors()]
     return missing, [name for name in names if name not in used]
 
@@ -187,16 +188,17 @@ def find_parts(
     return parts
 
 
-def plan_target(
+def plan_reads(
     source: Source,
-    target: Target,
+    what: str,
     spec: ParamSpec | WholeSpec,
+    elements: tuple[int, int],
+    values: Tensor,
     state: tuple[str, str] | None = None,
 ) -> None:
-    """Add the reads that fill ``target``; problems go to the source."""
-    elements = target.begin, target.end
-    for part in find_parts(source, target.what, spec, elements, state):
-        part.plan_read(target.what, target.begin, target.tensor)
+    """Add the reads that fill ``values``; as :func:`find_parts`."""
+    for part in find_parts(source, what, spec, elements, state):
+        part.plan_read(what, elements[0], values)
 
 
 class Plain(NamedTuple):
