@@ -6,7 +6,7 @@ Everything is of one rank, in ns of its clock.
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from fsdp_c.tools.trace._data import WHOLES, Recorded, Span
 
@@ -141,22 +141,37 @@ def _whole_steps(recorded: Recorded) -> list[Span]:
     return [s for s in recorded.spans if s.begin >= begin]
 
 
+_T = TypeVar("_T", Span, Slice)
+
+
+class _InOrder(Generic[_T]):
+    """Items of a lane by their begins."""
+
+    def __init__(self, items: Iterable[_T]) -> None:
+        self.items: list[_T] = sorted(items, key=lambda item: item.begin)
+        self._begins = [item.begin for item in self.items]
+
+    def within(self, begin: int, end: int) -> list[_T]:
+        """Return those that begin in ``[begin, end)``."""
+        first, last = (bisect_left(self._begins, time) for time in (begin, end))
+        return self.items[first:last]
+
+
 # Steps ------------------------------------------------------------------------
 
 
 def _steps(spans: list[Span], end: int) -> list[Step]:
-    ordered = sorted(spans, key=lambda s: s.begin)
-    begins = [s.begin for s in ordered]
-    entered = [s for s in ordered if s.kind == "pre_forward"]
+    ordered = _InOrder(spans)
+    entered = [s for s in ordered.items if s.kind == "pre_forward"]
     entries = [s.begin for s in entered]
     firsts = []
-    for mark in (s.begin for s in ordered if s.kind == "step"):
+    for mark in (s.begin for s in ordered.items if s.kind == "step"):
         index = bisect_right(entries, mark) - 1  # of the root, around the mark
         is_around = index >= 0 and mark <= entered[index].end
         firsts.append(entries[index] if is_around else mark)
     steps = []
     for begin, limit in zip(firsts, [*firsts, end][1:], strict=True):
-        inside = ordered[bisect_left(begins, begin) : bisect_left(begins, limit)]
+        inside = ordered.within(begin, limit)
         starts = [s.begin for s in inside if s.kind == "pre_backward"]
         ends = [s.end for s in inside if s.kind == "finish_backward"]
         left = [
@@ -212,20 +227,16 @@ class _Moment(NamedTuple):
 
 def _moments(spans: list[Span]) -> list[_Moment]:
     """The host computes itself: not while it is in a call of fsdp_c."""
-    reshards = [s for s in spans if s.kind == "reshard"]
-    reshards.sort(key=lambda s: s.begin)
-    begins = [s.begin for s in reshards]
+    reshards = _InOrder(s for s in spans if s.kind == "reshard")
     moments = []
     for span in spans:
         if span.kind not in CALLS:
             continue
         kind = span.kind
         if kind == "grad_ready":  # the last one of a unit reshards it
-            index = bisect_left(begins, span.begin)
-            while index < len(reshards) and reshards[index].end <= span.end:
-                if reshards[index].unit == span.unit:
-                    kind = "reshard"
-                index += 1
+            inside = reshards.within(span.begin, span.end)
+            if any(reshard.unit == span.unit for reshard in inside):
+                kind = "reshard"
         moments.append(_Moment(span.begin, span.end, kind, span.unit))
     return moments
 
@@ -341,16 +352,14 @@ def _exposed_on_device(spans: list[Span]) -> list[Slice]:
 
 def _inside(calls: list[Span], slices: list[Slice]) -> list[int]:
     """Per call, the ns of ``slices`` that lie in it."""
-    begins = [each.begin for each in slices]
-    sums = []
-    for call in calls:
-        total = 0
-        index = bisect_left(begins, call.begin)
-        while index < len(slices) and slices[index].begin < call.end:
-            total += min(slices[index].end, call.end) - slices[index].begin
-            index += 1
-        sums.append(total)
-    return sums
+    ordered = _InOrder(slices)
+    return [
+        sum(
+            min(each.end, call.end) - each.begin
+            for each in ordered.within(call.begin, call.end)
+        )
+        for call in calls
+    ]
 
 
 def _uses(
@@ -362,24 +371,18 @@ def _uses(
     on_device: bool,
 ) -> list[Use]:
     """Where a unit's parameters were needed, of units that are gathered at all."""
-    waits = sorted(
+    waits = _InOrder(
         wait for each in collectives if each.lane == "unshard" for wait in each.waits
     )
-    begins = [wait.begin for wait in waits]
     uses = []
     for span in spans:
         if span.kind != "wait_unshard" or span.is_kept:
             continue
         if len(recorded.units[span.unit].shard_ranks) < 2:
             continue
-        waited = 0
-        if on_device:
-            waited = span.device_end - span.device_begin
-        else:
-            index = bisect_left(begins, span.begin)
-            while index < len(waits) and waits[index].end <= span.end:
-                waited += waits[index].duration
-                index += 1
+        waited = span.device_end - span.device_begin
+        if not on_device:
+            waited = sum(w.duration for w in waits.within(span.begin, span.end))
         uses.append(
             Use(span.unit, span.begin, phases.at(span.begin), span.is_ahead, waited)
         )
