@@ -245,9 +245,8 @@ def _begin(
         CheckpointError: Any rank has a problem.
     """
     reports = ranks.gather((problems, fingerprint(collected.units), collected.states))
-    start: tuple[list[list[str]], str, str, str]
-    temporary = None
-    manifest = None
+    problems_of_rank: list[list[str]] = []
+    temporary = manifest = None
     if reports is not None:
         problems_of_rank = [report[0] for report in reports]
         if not any(problems_of_rank):
@@ -256,19 +255,17 @@ def _begin(
                 temporary = TemporaryFolder(path, overwrite=overwrite)
             except Exception as error:
                 problems_of_rank = [[reason(error)]]
-        start = (problems_of_rank, "", "", "")
-        if temporary is not None:
-            start = ([], temporary.folder, temporary.save_id, temporary.path)
-    else:
-        start = ([], "", "", "")
+    names = ("", "", "")
+    if temporary is not None:
+        names = (temporary.folder, temporary.save_id, temporary.path)
     try:
-        start = ranks.broadcast(start)
+        problems_of_rank, names = ranks.broadcast((problems_of_rank, names))
     except BaseException:
         if temporary is not None:
             temporary.discard()
         raise
-    raise_if_any(_HEADLINE, start[0])
-    return _Job(collected, manifest, temporary, start[1:], ranks, progress)
+    raise_if_any(_HEADLINE, problems_of_rank)
+    return _Job(collected, manifest, temporary, names, ranks, progress)
 
 
 def _merge(collected: Collected, reports: list[Any]) -> Manifest:

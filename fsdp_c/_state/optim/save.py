@@ -110,12 +110,8 @@ def _result(
                 for value in each.values
             ]
     classes = {name: state.classes for name, state in agreed.items() if state.classes}
-    if classes:
-        result[STATE_CLASSES] = classes
-    if whole:
-        result[WHOLE_STATES] = whole
-    if per_rank:
-        result[RANK_STATES] = per_rank
+    entries = {STATE_CLASSES: classes, WHOLE_STATES: whole, RANK_STATES: per_rank}
+    result.update((name, entry) for name, entry in entries.items() if entry)
     for key, other in local.others.items():
         warnings.warn(
             f"Found a optim state, {key}, that FSDP cannot process. FSDP will directly "

@@ -66,9 +66,8 @@ def trace_step(
     except Exception as error:
         why = f"does not run on meta ({_first_line(error)})"
         trace = recorder.trace(num_tokens)
-        if recorder.is_backward:
-            return with_mirrored_backward(trace, model, recomputed, why)
-        trace = trace_of_tree(model, num_tokens, f"its forward {why}")
+        if not recorder.is_backward:
+            trace = trace_of_tree(model, num_tokens, f"its forward {why}")
         return with_mirrored_backward(trace, model, recomputed, why)
     return recorder.trace(num_tokens)
 
