@@ -51,10 +51,8 @@ def block_runs(
 ) -> list[tuple[int, int]]:
     """Return the runs of whole blocks around byte ranges, ascending and disjoint.
 
-    Args:
-        ranges: Half-open, within ``[0, nbytes)``, in any order.
-        nbytes: Of the file, whose last block may be short.
-        block_nbytes: Of a block.
+    The half-open ``ranges`` come in any order, in a file of ``nbytes`` whose last block
+    may be short.
 
     Example:
         >>> block_runs([(5, 9), (0, 2), (13, 14)], nbytes=18, block_nbytes=4)

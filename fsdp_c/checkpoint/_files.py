@@ -69,13 +69,7 @@ def write_items(
 ) -> Written:
     """Write a rank's file, new and synced, straight from the tensors' memory.
 
-    Tensors on a device come to the host one at a time.
-
-    Args:
-        path: Of the file.
-        items: Its tensors, in order.
-        save_id: Goes into the header.
-        advance: Called with the numbers of bytes written.
+    Tensors on a device come to the host one at a time. The header has ``save_id``.
 
     Raises:
         ValueError: Two tensors have one key.
@@ -126,11 +120,7 @@ def write_all(
 ) -> int:
     """Write chunks of bytes, in few large writes; return how many bytes.
 
-    Args:
-        descriptor: Of the file.
-        chunks: The bytes.
-        update: Is called with all bytes, in order, before they are written.
-        advance: Called with the numbers of bytes written.
+    ``update`` is called with all bytes, in order, before they are written.
     """
     batch: list[memoryview] = []
     owners: list[object] = []
@@ -221,9 +211,7 @@ def rename_durably(old: str, new: str) -> None:
 class Folder:
     """An open folder; files are opened in it, see Note [No file outside the folder].
 
-    Args:
-        path: Of the folder.
-        follows_links: Whether its files may be links.
+    They may be links only if it ``follows_links``.
 
     Raises:
         OSError: It cannot be opened.
@@ -302,14 +290,8 @@ def bad_blocks(
 ) -> list[tuple[int, int]]:
     """Read the blocks around byte ranges; return those whose checksum is wrong.
 
+    ``ranges`` are half-open; ``nbytes`` and ``checksums`` are those of the whole file.
     Needs 4 MiB of memory, whatever the ranges.
-
-    Args:
-        descriptor: Of the file.
-        ranges: Half-open, within the file.
-        nbytes: Of the file.
-        checksums: Of its blocks.
-        advance: Called with the numbers of bytes checked.
     """
     buffer = memoryview(bytearray(_READ_NBYTES))
     bad = []

@@ -43,11 +43,8 @@ def encode(
 ) -> Any:
     """Return ``value`` as a JSON value.
 
-    Args:
-        value: A plain value.
-        where: Its name, for messages.
-        put_tensor: Stores a tensor that is not 0-dim; returns its key.
-        depth: Of nesting so far.
+    ``where`` is its name in messages. ``put_tensor`` stores a tensor that is not 0-dim,
+    and returns its key.
 
     Raises:
         TypeError: Something in it is not plain; the message says where.

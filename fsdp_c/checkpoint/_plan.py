@@ -163,12 +163,7 @@ def find_parts(
 ) -> list[Part]:
     """Return where elements of a tensor are, ascending; problems go to the source.
 
-    Args:
-        source: The checkpoint.
-        what: The tensor's name in messages.
-        spec: The tensor, or the parameter that an optimizer state is of.
-        elements: (begin, end).
-        state: (key, dtype) of the optimizer state.
+    ``state`` is (key, dtype) of an optimizer state, of which ``spec`` is the parameter.
     """
     key, dtype = model_key(spec.name), spec.dtype
     if state is not None:

@@ -13,10 +13,7 @@ def progress(
 ) -> Iterator[Callable[[int], object]]:
     """Yield a function to call with the number of bytes done since the last call.
 
-    Args:
-        label: Text before the bar.
-        total_nbytes: Bytes of the whole work.
-        is_on: Whether to show a bar; None: if stderr is a terminal.
+    ``is_on``: whether to show a bar; None: if stderr is a terminal.
     """
     if is_on is None:
         is_on = sys.stderr is not None and sys.stderr.isatty()

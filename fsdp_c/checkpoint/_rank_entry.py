@@ -89,12 +89,7 @@ class RankEntry:
 
 
 def parse_rank_entry(data: bytes, *, save_id: str, rank: int) -> RankEntry:
-    """Return the entry of a document.
-
-    Args:
-        data: The document.
-        save_id: Of the manifest.
-        rank: The rank whose entry it should be.
+    """Return the entry of a document: that of ``rank``, of the manifest's save.
 
     Raises:
         ValueError: It is damaged, or of another rank or save.

@@ -39,9 +39,7 @@ def make_header(
 ) -> tuple[bytes, dict[str, FileTensor]]:
     """Return the first bytes of a file, and where its tensors will lie.
 
-    Args:
-        tensors: (name, dtype name, shape), in the order of the file.
-        metadata: Of the header.
+    ``tensors`` are (name, dtype name, shape), in the order of the file.
 
     Raises:
         ValueError: Two tensors have one name, or the header is too large.

@@ -28,13 +28,9 @@ class StepEvents:
         flops_per_second: float,
         offload_min_bytes: int,
     ) -> None:
-        """Make them.
+        """Make them, of ``units``, the root first, and a trace of the same model.
 
-        Args:
-            units: The root first.
-            trace: Of the same model.
-            flops_per_second: Of the device.
-            offload_min_bytes: Of the smallest storage that may be offloaded.
+        Storages of ``offload_min_bytes`` or more may be offloaded.
         """
         self._units = {u.name: i for i, u in enumerate(units) if u.main is None}
         # Units apart run with their main ones.

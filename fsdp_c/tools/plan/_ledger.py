@@ -64,9 +64,7 @@ class Ledger:
     def add(self, tensor: Tensor, *, counts: bool = True) -> Storage:
         """Follow the tensor's storage, if it is a new one; return it.
 
-        Args:
-            tensor: A view has the storage of its base.
-            counts: False: its bytes are counted elsewhere.
+        ``counts=False``: its bytes are counted elsewhere.
         """
         storage = plain_tensor(tensor).untyped_storage()
         key = storage._cdata

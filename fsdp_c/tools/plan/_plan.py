@@ -230,13 +230,8 @@ def plan_rank(
     and the blocks are those of training; times come from a model
     (csrc/core/plan/counting_port.h).
 
-    Args:
-        units: From :func:`fsdp_c.tools.plan._units.find_units`.
-        trace: From :func:`fsdp_c.tools.plan._recorder.trace_step`, of the same model.
-        settings: See there.
-        world_size: All ranks, >= 1.
-        mesh: (replicas, shards) for the hybrid strategies.
-        buffer_nbytes: Of the model's buffers.
+    ``units`` and ``trace`` are of one model, with buffers of ``buffer_nbytes``. For the
+    hybrid strategies ``mesh`` is (replicas, shards).
 
     Raises:
         PlanError: A number is out of its bounds, or a size does not fit in int64.

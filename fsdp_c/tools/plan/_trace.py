@@ -84,10 +84,7 @@ class Inputs(NamedTuple):
 def trace_of_tree(model: nn.Module, num_tokens: int, why: str) -> StepTrace:
     """Return a step whose forward calls every module where it stands in the tree.
 
-    Args:
-        model: Not wrapped.
-        num_tokens: What one forward works on.
-        why: Why it did not run.
+    ``num_tokens`` are what it works on; ``why`` says why it did not run.
     """
     entries: list[Entry] = []
     has_grad = False
@@ -122,11 +119,8 @@ def with_mirrored_backward(
 ) -> StepTrace:
     """Return ``trace`` with a backward that is its forward in reverse.
 
-    Args:
-        trace: Its backward is not read.
-        model: Of which it is.
-        recomputed: Names of modules whose forward backward runs again.
-        why: Why backward did not run.
+    It runs the forwards of the modules ``recomputed`` again; ``why`` says why it was
+    not recorded.
     """
     uses = _first_uses(model, trace.forward)
     again = _recomputed_flops(trace.forward, recomputed)

@@ -133,10 +133,7 @@ def find_units(model: nn.Module, arguments: Mapping[str, Any]) -> list[PlannedUn
     parameters they hold and with which options. The model is wrapped in place and
     its parameters are marked, so it cannot be wrapped again.
 
-    Args:
-        model: On the meta device (or any other).
-        arguments: Of FullyShardedDataParallel, without groups; those left out are
-            the defaults.
+    ``arguments`` are those of FullyShardedDataParallel, without groups.
 
     Raises:
         TypeError, ValueError: As FullyShardedDataParallel raises them.
@@ -192,10 +189,7 @@ def groups_of(
 ) -> tuple[int, int]:
     """Return how many ranks shard a unit, and how many replicate each shard.
 
-    Args:
-        config: The unit's.
-        world_size: All ranks.
-        mesh: (replicas, shards) of the hybrid strategies.
+    For the hybrid strategies ``mesh`` is (replicas, shards).
 
     Source:
         :func:`fsdp_c._units.groups.choose_groups`.

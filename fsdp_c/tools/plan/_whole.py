@@ -86,15 +86,9 @@ def plan_whole_step(
 ) -> tuple[WholeStep, frozenset[str]]:
     """Return a rank's step, and the names of what is stepped whole.
 
-    Owners and rounds are chosen by the code of training, in its order.
-
-    Args:
-        units: In the engine's order.
-        chooses: Of a parameter that requires gradients.
-        trained: Names of the parameters that get gradients.
-        by_rows: Units are those of fully_shard().
-        on_cpu: Train on the CPU; else the next round is under way during a step.
-        rank: Of all ranks.
+    Owners and rounds are chosen by the code of training, in the order of ``units``. The
+    parameters ``trained`` get gradients. Units are those of fully_shard() if they are
+    ``by_rows``. Unless ``on_cpu``, the next round is under way during a step.
 
     Raises:
         PlanError: Nothing is chosen.
