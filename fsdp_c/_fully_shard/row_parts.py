@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -107,9 +106,8 @@ class GroupRows(Rows):
         local = local_of(self.param)
         return None if has_values(local) else local
 
-    def put(self, values: Tensor) -> None:
-        with torch.no_grad():
-            local_of(self.param).copy_(local_of(self.as_state(values)))
+    def _put_back(self, values: Tensor) -> None:
+        local_of(self.param).copy_(local_of(self.as_state(values)))
 
 
 class _RowSpread(Spread):

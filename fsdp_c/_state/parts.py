@@ -113,10 +113,7 @@ class Home:
 
     @property
     def memory(self) -> Tensor | None:
-        """The tensor whose contiguous memory :meth:`values` shows; None if it copies.
-
-        A copy is put back by :meth:`put`.
-        """
+        """The tensor whose contiguous memory :meth:`values` shows; None: it copies."""
         return self.param if self.param.is_contiguous() else None
 
     @property
@@ -125,9 +122,18 @@ class Home:
         return None
 
     def put(self, values: Tensor) -> None:
-        """Copy 1-D values of the elements into place."""
+        """Copy 1-D values of the elements into place, if they are not there."""
         with torch.no_grad():
-            self.param.copy_(values.reshape(self.param.shape))
+            if self.memory is None:
+                self._put_back(values)
+                return
+            here = self.values()
+            if here.data_ptr() != values.data_ptr():
+                here.copy_(values)
+
+    def _put_back(self, values: Tensor) -> None:
+        """Copy them into what :meth:`values` copies."""
+        self.param.copy_(values.reshape(self.param.shape))
 
 
 @dataclass(frozen=True, eq=False)  # one object for each parameter

@@ -326,7 +326,7 @@ class WholeParameterOptimizer(Optimizer):
             travelling.append(Travelling(each, own, each.part.param.dtype))
         parts = scatter(travelling, "whole parameters")
         for each, part in zip(members, parts, strict=True):
-            each.put(part)
+            each.part.home.put(part)  # collective where they are no rows
         for each in members:
             if each.is_mine:
                 take_back(self._dealt.shown[each], each)

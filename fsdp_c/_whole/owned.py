@@ -165,16 +165,6 @@ class WholeParam:
         mine = place.numel(index, self.grid.shard_rank) > 0
         return mine and not any(place.numel(index, rank) for rank in ranks)
 
-    def put(self, values: Tensor) -> None:
-        """Copy this rank's elements into place. Collective where they are no rows."""
-        home = self.part.home
-        if home.memory is None:
-            home.put(values)
-        else:
-            here = home.values()
-            if here.data_ptr() != values.data_ptr():
-                here.copy_(values)
-
 
 def _shard_of_whole(part: ParamPart, grid: Grid) -> int:
     """Return the shard that has all of a parameter; -1: none has."""

@@ -21,6 +21,7 @@ from fsdp_c._state.parts import ParamPart
 from fsdp_c._state.sharded_tensors import rows_of
 from fsdp_c._units.base import ShardedModule
 from fsdp_c._units.cuts import as_dtensor, row_placements
+from fsdp_c.checkpoint._memory import was_written
 from fsdp_c.checkpoint._ranks import Ranks
 
 
@@ -74,14 +75,9 @@ class ParallelRows(Rows):
         """None: this rank's memory does not hold the rows."""
         return None
 
-    def put(self, values: Tensor) -> None:
-        held, home = self.to_held(values), self.held.home
-        if home.memory is None:
-            home.put(held)
-            return
-        with torch.no_grad():
-            home.values().copy_(held)
-        torch.autograd.graph.increment_version(home.memory)
+    def _put_back(self, values: Tensor) -> None:
+        self.held.home.put(self.to_held(values))
+        was_written(self.held.param)  # also where nothing of it is
 
 
 def with_parallel_parts(parts: Mapping[str, ParamPart]) -> dict[str, ParamPart]:

@@ -332,9 +332,7 @@ def _write(module: ShardedModule, values: dict[str, Any], parts: _Parts) -> None
         if not is_sharded(value):
             parts[name].write(_as_tensor(value))
     for name, value in _exchanged(module, values, parts, are_whole=False).items():
-        own = parts[name].home.values()
-        if own.data_ptr() != value.data_ptr():
-            own.copy_(value)
+        parts[name].home.put(value)
 
 
 def _as_tensor(value: Any) -> Tensor:
