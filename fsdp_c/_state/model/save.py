@@ -156,19 +156,12 @@ def save(
         summons = _find_summons(exchanging, tree)
         forms = {each: _form_of(each, kinds[each]) for each in modules}
         values = _exchanged([each for each in exchanging if each not in summons], forms)
-
-        def save_unit(
-            each: ShardedModule, target: dict[str, Any], own: str
-        ) -> dict[str, Any]:
-            state = _UnitState(each, kinds[each], forms[each], tree, values.get(each))
-            return _save_unit(state, target, own, keep_vars)
-
+        saving = _Saving(tree, kinds, forms, values, keep_vars)
         for each in reversed(modules[1:]):  # parents come first in it
             own_prefix = prefix + tree.prefixes[each]
-            state = save_unit(each, _new_state(), own_prefix)
-            _kept[each] = state, own_prefix
+            _kept[each] = _save_unit(saving, each, _new_state(), own_prefix), own_prefix
             stack.callback(_kept.pop, each)
-        return save_unit(module, destination, prefix)
+        return _save_unit(saving, module, destination, prefix)
 
 
 def _find_summons(modules: list[ShardedModule], tree: Tree) -> set[ShardedModule]:
@@ -250,26 +243,27 @@ def _hand_out(
         metadata.update(versions)
 
 
-class _UnitState(NamedTuple):
-    """What is saved of one unit."""
+class _Saving(NamedTuple):
+    """One call for an outermost module, and what is known of its units."""
 
-    module: ShardedModule
-    kind: StateDictType
-    form: Form
-    tree: Tree  # of the outermost module
-    # Of its parameters if they were exchanged; none on a rank that does not want them.
-    values: list[Any] | None
+    tree: Tree
+    kinds: dict[ShardedModule, StateDictType]
+    forms: dict[ShardedModule, Form]
+    # Of parameters, if a unit's were exchanged; none on a rank that does not want them.
+    values: dict[ShardedModule, list[Any]]
+    keep_vars: bool
 
 
 def _save_unit(
-    unit: _UnitState, destination: dict[str, Any], prefix: str, keep_vars: bool
+    saving: _Saving, module: ShardedModule, destination: dict[str, Any], prefix: str
 ) -> dict[str, Any]:
     """Save one unit and what is in it; nested units hand out what was kept."""
-    module, kind, form, tree, values = unit
+    tree, keep_vars = saving.tree, saving.keep_vars
+    form, values = saving.forms[module], saving.values.get(module)
     target = destination if form.is_wanted else _new_state()
     for pre_hook in module._state_dict_pre_hooks.values():
         pre_hook(module, prefix, keep_vars)
-    is_local = kind is StateDictType.LOCAL_STATE_DICT
+    is_local = saving.kinds[module] is StateDictType.LOCAL_STATE_DICT
     if is_local:
         own = local_state(module, offload_to_cpu=form.offload_to_cpu)
         target.update((f"{prefix}{name}", value) for name, value in own.items())
