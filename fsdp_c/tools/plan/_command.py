@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -23,11 +23,9 @@ from fsdp_c.tools.plan._table import bars_text, plan_text
 from fsdp_c.tools.plan._whole import Chooser
 
 _SWEEP = (8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384, 65536, 100_000)
+_STRATEGIES = {each.name.lstrip("_"): each for each in ShardingStrategy}
 _DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
+    name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")
 }
 _PREFETCHES = {
     "pre": BackwardPrefetch.BACKWARD_PRE,
@@ -37,27 +35,23 @@ _PREFETCHES = {
 _GIB = 2**30
 
 
-def _float(text: str) -> float:
+def _finite(text: str, needed: str, fits: Callable[[float], bool]) -> float:
     try:
-        return float(text)
+        value = float(text)
     except ValueError:
-        return math.nan
+        value = math.nan
+    if not math.isfinite(value) or not fits(value):
+        raise argparse.ArgumentTypeError(f"{text}: need {needed}")
+    return value
 
 
 def _number(text: str) -> float:
-    value = _float(text)
-    if not math.isfinite(value) or value <= 0:
-        raise argparse.ArgumentTypeError(f"{text}: need a number above 0")
-    return value
+    return _finite(text, "a number above 0", lambda value: value > 0)
 
 
 def _latency(text: str) -> float:
-    value = _float(text)
-    if not math.isfinite(value) or value < 0:
-        raise argparse.ArgumentTypeError(
-            f"{text}: need a number of microseconds, 0 or more"
-        )
-    return value
+    needed = "a number of microseconds, 0 or more"
+    return _finite(text, needed, lambda value: value >= 0)
 
 
 def _count(text: str) -> int:
@@ -128,7 +122,7 @@ def _add_sharding(group: argparse._ArgumentGroup) -> None:
     add(
         "--strategy",
         default="FULL_SHARD",
-        choices=[each.name.lstrip("_") for each in ShardingStrategy],
+        choices=_STRATEGIES,
         help="sharding strategy (default: FULL_SHARD)",
     )
     add(
@@ -316,9 +310,8 @@ def _add_estimates(group: argparse._ArgumentGroup) -> None:
 
 
 def _sharding(words: argparse.Namespace) -> Sharding:
-    names = {each.name.lstrip("_"): each for each in ShardingStrategy}
     return Sharding(
-        strategy=names[words.strategy],
+        strategy=_STRATEGIES[words.strategy],
         param_dtype=_DTYPES.get(words.param_dtype),
         reduce_dtype=_DTYPES.get(words.reduce_dtype),
         keep_low_precision_grads=words.keep_low_precision_grads,
