@@ -68,14 +68,14 @@ def _parser() -> argparse.ArgumentParser:
         add(f"--{name}", type=positive_int, help=f"{what} (default: {kinds})")
     add("--vocabulary", type=positive_int, default=4096, help="tokens (default: 4096)")
     add(
-        *("--dtype",),
+        "--dtype",
         choices=["float32", "bfloat16", "float16"],
         help="dtype of forward, backward and reductions (default: bfloat16 on GPUs, "
         "float32 on a CPU)",
     )
     add("--checkpoint", action="store_true", help="checkpoint activations per layer")
     add(
-        *("--seconds",),
+        "--seconds",
         type=_seconds,
         default=60.0,
         help="seconds to train each implementation, over all rounds (default: 60)",

@@ -45,7 +45,9 @@ class Trainer:
         if self.on_gpu:
             device = torch.device("cuda", torch.cuda.current_device())
         self.model = parallelise(
-            *(workload.model(), name, device),
+            workload.model(),
+            name,
+            device,
             param_dtype=dtype,
             reduce_dtype=dtype,
             offloads=offloads,
