@@ -1,8 +1,8 @@
 """import_safetensors: a set of safetensors files into a wrapped model."""
 
-import functools
 import json
 import os
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from fsdp_c.checkpoint._files import Advance, Folder
 from fsdp_c.checkpoint._model_targets import ModelTargets
 from fsdp_c.checkpoint._plan import Target
 from fsdp_c.checkpoint._progress import progress as progress_bar
-from fsdp_c.checkpoint._ranks import Ranks, raise_if_any
+from fsdp_c.checkpoint._ranks import Ranks
 from fsdp_c.checkpoint._reads import FileReads, Read
 from fsdp_c.checkpoint._safetensors import FileTensor
 
@@ -69,29 +69,18 @@ def import_safetensors(
             a wrong shape or dtype, or damaged; the model is as it was.
     """
     ranks = Ranks(process_group)
-    problems: list[str] = []
-    importing: _Importing | None = None
-    try:
-        try:
+    with ExitStack() as stack:
+        with ranks.together(f"{_HEADLINE} ({os.fspath(path)})") as problems:
             importing = _Importing(os.fspath(path), model)
-            problems = importing.plan(strict=strict, cast=cast)
-        except Exception as error:
-            problems = [reason(error)]
-        raise_if_any(f"{_HEADLINE} ({os.fspath(path)})", ranks.all_gather(problems))
-        assert importing is not None
+            stack.callback(importing.folder.close)
+            problems.extend(importing.plan(strict=strict, cast=cast))
         is_on = progress if ranks.rank == 0 else False
         with progress_bar("importing", importing.nbytes, is_on) as advance:
-            # One after the other on all ranks: finish() may communicate.
-            for step in (functools.partial(importing.run, advance), importing.finish):
-                try:
-                    step()
-                except Exception as error:
-                    problems = [reason(error)]
-                raise_if_any(_BROKEN, ranks.all_gather(problems))
+            with ranks.together(_BROKEN):
+                importing.run(advance)
+            with ranks.together(_BROKEN):
+                importing.finish()  # may communicate
         return Imported(tuple(importing.missing), tuple(importing.unexpected))
-    finally:
-        if importing is not None:
-            importing.folder.close()
 
 
 class _Importing:

@@ -1,7 +1,7 @@
 """load: everything is checked on all ranks before anything is changed."""
 
-import functools
 import os
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,14 +13,14 @@ from fsdp_c._fully_shard.group import groups_in
 from fsdp_c._units.base import ShardedModule
 from fsdp_c._units.device import synchronize, wait_for_uploads
 from fsdp_c.checkpoint._contents import Contents, find_contents
-from fsdp_c.checkpoint._errors import CheckpointError, reason
+from fsdp_c.checkpoint._errors import CheckpointError
 from fsdp_c.checkpoint._load_optim import OptimLoad
 from fsdp_c.checkpoint._model_targets import ModelTargets
 from fsdp_c.checkpoint._plain import decode, tensor_keys
 from fsdp_c.checkpoint._plan import plan_parameters
 from fsdp_c.checkpoint._progress import progress as progress_bar
 from fsdp_c.checkpoint._random_states import check_random_states, set_random_states
-from fsdp_c.checkpoint._ranks import Ranks, raise_if_any
+from fsdp_c.checkpoint._ranks import Ranks
 from fsdp_c.checkpoint._save import wait_for_save
 from fsdp_c.checkpoint._source import RankSource, Source
 
@@ -85,40 +85,25 @@ def load(
     wait_for_save()  # it may be the one to load
     ranks = Ranks(process_group)
     is_on = progress if ranks.rank == 0 else False
-    loading: _Loading | None = None
-    problems: list[str] = []
-    save_id = ""
-    try:
-        try:
+    headline = f"{_HEADLINE} ({os.fspath(path)})"
+    with ExitStack() as stack:
+        with ranks.together(headline) as problems:
             loading = _Loading(path, model, optim, scheduler, ranks)
-            save_id = loading.source.manifest.save_id
-            problems = loading.check(
-                strict=strict, with_random_states=random_states, is_on=is_on
+            stack.callback(loading.source.close)
+            problems.extend(
+                loading.check(
+                    strict=strict, with_random_states=random_states, is_on=is_on
+                )
             )
-        except CheckpointError as error:
-            problems = [f"{error.headline}: {each}" for each in error.problems]
-            problems = problems or [str(error)]
-        except Exception as error:
-            problems = [reason(error)]
-        reports = ranks.all_gather((problems, save_id))
-        problems_of_rank = [report[0] for report in reports]
-        if not any(problems_of_rank) and len({report[1] for report in reports}) > 1:
-            problems_of_rank[0] = ["the ranks found different checkpoints at the path"]
-        raise_if_any(f"{_HEADLINE} ({os.fspath(path)})", problems_of_rank)
-        assert loading is not None
+        if len(set(ranks.all_gather(loading.source.manifest.save_id))) > 1:
+            problem = "the ranks found different checkpoints at the path"
+            raise CheckpointError(headline, [problem])
         with progress_bar("loading", loading.source.read_nbytes, is_on) as advance:
-            # One after the other on all ranks: install() may communicate.
-            steps = (functools.partial(loading.source.run, advance), loading.install)
-            for step in steps:
-                try:
-                    step()
-                except Exception as error:
-                    problems = [reason(error)]
-                raise_if_any(_BROKEN, ranks.all_gather(problems))
+            with ranks.together(_BROKEN):
+                loading.source.run(advance)
+            with ranks.together(_BROKEN):
+                loading.install()  # may communicate
         return loading.loaded()
-    finally:
-        if loading is not None:
-            loading.source.close()
 
 
 class _Loading:

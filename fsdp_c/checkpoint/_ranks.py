@@ -1,13 +1,14 @@
 """The ranks that save or load a checkpoint together."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from fsdp_c._units.collectives import naming_ranks
-from fsdp_c.checkpoint._errors import CheckpointError
+from fsdp_c.checkpoint._errors import CheckpointError, reason
 
 
 class Ranks:
@@ -49,6 +50,25 @@ class Ranks:
         with naming_ranks(self._group, "agreement about a checkpoint"):
             dist.all_gather_object(values, value, group=self._group)
         return values
+
+    @contextmanager
+    def together(self, headline: str) -> Iterator[list[str]]:
+        """Let all ranks go on behind the block, or none. Collective.
+
+        Yields a list for problems; what the block raises is one, too.
+
+        Raises:
+            CheckpointError: A rank has a problem. It lists all.
+        """
+        problems: list[str] = []
+        try:
+            yield problems
+        except CheckpointError as error:
+            problems += [f"{error.headline}: {each}" for each in error.problems]
+            problems = problems or [str(error)]
+        except Exception as error:
+            problems.append(reason(error))
+        raise_if_any(headline, self.all_gather(problems))
 
     def positions(self, group: ProcessGroup | None) -> list[int]:
         """Return the ranks of ``group`` as ranks of this group.
