@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass
 
 from fsdp_c import _native
+from fsdp_c._text import table
 from fsdp_c.checkpoint._errors import CheckpointError
 from fsdp_c.checkpoint._files import entry_file, rank_file
 from fsdp_c.checkpoint._folders import OURS
@@ -72,15 +73,7 @@ class Info:
             )
             for unit in manifest.units
         ]
-        widths = [max(len(row[column]) for row in rows) for column in range(5)]
-        lines += [
-            "  ".join(
-                cell.rjust(width) if 1 <= column <= 3 else cell.ljust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        ]
-        return "\n".join(lines)
+        return "\n".join([*lines, table(rows, num_text=1)])
 
 
 def info(path: str | os.PathLike[str]) -> Info:

@@ -18,6 +18,7 @@ BESIDE = (
 PYTHON_ROOMS = (
     "_native",
     "_torch_compat",
+    "_text",
     "_units",
     "_engines",
     "_state",

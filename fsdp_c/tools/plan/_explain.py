@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fsdp_c._engines.models import units_in
+from fsdp_c._text import table
 from fsdp_c._units.owner import UnitFacts
 
 
@@ -108,7 +109,7 @@ class ModelSummary:
             for unit in self.units
         ]
         lines.append(["total", *[""] * 6, *(text(self) for text in sizes.values())])
-        return _table([*settings, *sizes], lines, num_text=len(settings))
+        return table([[*settings, *sizes], *lines], num_text=len(settings))
 
 
 def explain(model: nn.Module) -> ModelSummary:
@@ -175,20 +176,3 @@ def _short(dtype: torch.dtype) -> str:
 
 def _join(dtypes: Sequence[torch.dtype]) -> str:
     return "+".join(map(_short, dtypes)) or "-"
-
-
-def _table(
-    header: Sequence[str], lines: Sequence[Sequence[str]], *, num_text: int
-) -> str:
-    """Return a table; the first ``num_text`` columns to the left, others right."""
-    widths = [
-        max(len(line[column]) for line in (header, *lines))
-        for column in range(len(header))
-    ]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column < num_text else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in (header, *lines)
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from fsdp_c.tools.plan._explain import _table
+from fsdp_c._text import table
 from fsdp_c.tools.plan._model_plan import ModelPlan, Suggestion
 from fsdp_c.tools.plan._plan import Collective, RankPlan, UnitPlan
 
@@ -84,28 +84,25 @@ def _ranks_text(plan: RankPlan) -> str:
 
 def _memory(plans: Iterable[RankPlan]) -> str:
     header = "ranks parameters gradients optimizer blocks other activations* peak* host"
-    return _table(
-        header.split(),
-        [
-            (
-                _ranks_text(plan),
-                nbytes_text(plan.shard_nbytes),
-                nbytes_text(plan.grad_shard_nbytes),
-                nbytes_text(plan.optimizer_nbytes),
-                nbytes_text(plan.arena_nbytes),
-                nbytes_text(
-                    plan.scratch_nbytes + plan.partial_grad_nbytes + plan.buffer_nbytes
-                ),
-                "not known"
-                if plan.activation_nbytes is None
-                else nbytes_text(plan.activation_nbytes),
-                nbytes_text(plan.peak_nbytes),
-                nbytes_text(plan.host_nbytes),
-            )
-            for plan in plans
-        ],
-        num_text=0,
-    )
+    rows = [
+        (
+            _ranks_text(plan),
+            nbytes_text(plan.shard_nbytes),
+            nbytes_text(plan.grad_shard_nbytes),
+            nbytes_text(plan.optimizer_nbytes),
+            nbytes_text(plan.arena_nbytes),
+            nbytes_text(
+                plan.scratch_nbytes + plan.partial_grad_nbytes + plan.buffer_nbytes
+            ),
+            "not known"
+            if plan.activation_nbytes is None
+            else nbytes_text(plan.activation_nbytes),
+            nbytes_text(plan.peak_nbytes),
+            nbytes_text(plan.host_nbytes),
+        )
+        for plan in plans
+    ]
+    return table([header.split(), *rows], num_text=0)
 
 
 def _collective_text(count: Collective) -> str:
@@ -114,25 +111,22 @@ def _collective_text(count: Collective) -> str:
 
 def _steps(plans: Iterable[RankPlan]) -> str:
     header = "ranks all_gather reduce_scatter all_reduce compute* exposed* step*"
-    return _table(
-        [*header.split(), "exposed share*"],
-        [
-            (
-                _ranks_text(plan),
-                _collective_text(plan.all_gather),
-                _collective_text(plan.reduce_scatter),
-                _collective_text(plan.all_reduce),
-                seconds_text(plan.compute_seconds),
-                seconds_text(plan.exposed_seconds),
-                seconds_text(plan.step_seconds),
-                f"{plan.exposed_seconds / plan.step_seconds:.1%}"
-                if plan.step_seconds > 0
-                else "-",
-            )
-            for plan in plans
-        ],
-        num_text=0,
-    )
+    rows = [
+        (
+            _ranks_text(plan),
+            _collective_text(plan.all_gather),
+            _collective_text(plan.reduce_scatter),
+            _collective_text(plan.all_reduce),
+            seconds_text(plan.compute_seconds),
+            seconds_text(plan.exposed_seconds),
+            seconds_text(plan.step_seconds),
+            f"{plan.exposed_seconds / plan.step_seconds:.1%}"
+            if plan.step_seconds > 0
+            else "-",
+        )
+        for plan in plans
+    ]
+    return table([[*header.split(), "exposed share*"], *rows], num_text=0)
 
 
 def _wholes(plans: Iterable[RankPlan]) -> list[str]:
@@ -153,7 +147,7 @@ def _wholes(plans: Iterable[RankPlan]) -> list[str]:
         return []
     header = ("ranks", "owned", "state", "rounds", "memory of a round", "sent")
     title = "Matrices that the first rank steps whole, per step"
-    return [title, _table(header, rows, num_text=0), ""]
+    return [title, table([header, *rows], num_text=0), ""]
 
 
 def _units(units: Sequence[UnitPlan]) -> str:
@@ -165,22 +159,19 @@ def _units(units: Sequence[UnitPlan]) -> str:
         else:
             groups.append([unit])
     header = ("unit", "class", "number", "numel", "shard", "unsharded", "exposed*")
-    return _table(
-        header,
-        [
-            (
-                _group_name(group),
-                group[0].kind,
-                str(len(group)),
-                f"{group[0].numel:,}",
-                nbytes_text(group[0].shard_nbytes),
-                nbytes_text(group[0].unsharded_nbytes),
-                seconds_text(sum(unit.exposed_seconds for unit in group)),
-            )
-            for group in groups
-        ],
-        num_text=2,
-    )
+    rows = [
+        (
+            _group_name(group),
+            group[0].kind,
+            str(len(group)),
+            f"{group[0].numel:,}",
+            nbytes_text(group[0].shard_nbytes),
+            nbytes_text(group[0].unsharded_nbytes),
+            seconds_text(sum(unit.exposed_seconds for unit in group)),
+        )
+        for group in groups
+    ]
+    return table([header, *rows], num_text=2)
 
 
 def _is_like(one: UnitPlan, other: UnitPlan) -> bool:

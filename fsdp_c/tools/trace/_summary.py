@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from fsdp_c._text import table
 from fsdp_c.tools.trace._advice import advice
 from fsdp_c.tools.trace._clocks import align, describe
 from fsdp_c.tools.trace._lanes import Lanes
@@ -100,18 +101,11 @@ def _units(numbers: Numbers) -> list[str]:
             f"(unshards {unit.unshard_wait / 1e6:.3f}, reductions "
             f"{unit.reduce_wait / 1e6:.3f})."
         )
-    shown = ordered[:MAX_UNITS]
-    width = max(len("unit"), *(len(each) for each, _ in shown))
-    lines.append(
-        f"  {'unit':<{width}} {'unshard':>9} {'reduce':>9} {'start':>9} "
-        f"{'host':>9} {'compute':>9}  (ms per step)"
-    )
-    for each, times in shown:
-        lines.append(
-            f"  {each:<{width}} {times.unshard_wait / 1e6:>9.3f} "
-            f"{times.reduce_wait / 1e6:>9.3f} {times.start / 1e6:>9.3f} "
-            f"{times.host / 1e6:>9.3f} {times.compute / 1e6:>9.3f}"
-        )
+    rows = [["ms per step", "unshard", "reduce", "start", "host", "compute"]]
+    for each, its in ordered[:MAX_UNITS]:
+        times = its.unshard_wait, its.reduce_wait, its.start, its.host, its.compute
+        rows.append([each, *(f"{time / 1e6:.3f}" for time in times)])
+    lines += [f"  {line}" for line in table(rows, num_text=1).splitlines()]
     if len(ordered) > MAX_UNITS:
         lines.append(f"  and {len(ordered) - MAX_UNITS} units that wait less")
     return lines
