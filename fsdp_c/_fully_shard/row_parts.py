@@ -37,6 +37,10 @@ class Rows(Home):
 
     is_flat: ClassVar[bool] = False
 
+    @property
+    def is_stepped(self) -> bool:
+        return True
+
     def of_whole(self, whole: Tensor) -> Tensor:
         """Return the rows of a whole tensor, 1-D."""
         return whole.reshape(-1)[self.begin : self.end]

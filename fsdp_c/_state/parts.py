@@ -89,6 +89,11 @@ class Home:
         """Whether the optimizer steps a flat parameter that contains them."""
         return is_flat_param(self.param)
 
+    @property
+    def is_stepped(self) -> bool:
+        """Whether a step on this rank gives an optimizer state for them."""
+        return self.is_flat or self.end > self.begin or self.shard_group is None
+
     def values(self) -> Tensor:
         """Return the elements, 1-D, without gradient; a view where it can be."""
         return self.part_in(self.param.detach())
@@ -175,6 +180,11 @@ class ParamPart:
     @property
     def is_flat(self) -> bool:
         return self.home.is_flat
+
+    @property
+    def is_stepped(self) -> bool:
+        """Whether a step on this rank gives an optimizer state for it."""
+        return self.home.is_stepped or self.shape.numel() == 0
 
     @cached_property
     def owners(self) -> list[int]:

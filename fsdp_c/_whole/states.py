@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsdp_c._fully_shard.row_parts import Rows
 from fsdp_c._state.optim.agreement import packed_value, unpacked_value
 from fsdp_c._state.optim.classes import describe_state, special_tensor, values_of
 from fsdp_c._state.optim.keys import keys_of_input
@@ -52,7 +51,7 @@ def save_states(
         whole.part.fqn: ParamState(
             whole.part,
             plain={name: unpacked_value(value) for name, value in values.items()},
-            has_state=_has_state(whole, its),
+            has_state=bool(its) and whole.part.is_stepped,
         )
         for whole, its, values in zip(dealt.wholes, kinds, plain, strict=True)
     }
@@ -121,17 +120,6 @@ def _of_round(
                 names.append(name)
                 travelling.append(Travelling(whole, values_of(whole, name), dtype))
     return names, travelling
-
-
-def _has_state(whole: WholeParam, kinds: _Kinds) -> bool:
-    """Whether an optimizer over the parts had state for this rank's part."""
-    part = whole.part
-    return bool(kinds) and (
-        part.is_flat
-        or part.part_numel > 0
-        or part.shard_group is None
-        or isinstance(part.home, Rows)
-    )
 
 
 def load_states(

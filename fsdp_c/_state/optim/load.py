@@ -78,12 +78,8 @@ def load(
                     "parameters"
                 )
             # A rank that holds nothing of a parameter has a state if it had one before.
-            each.has_state = (
-                part.is_flat
-                or part.part_numel > 0
-                or part.shape.numel() == 0
-                or part.shard_group is None
-                or (optim is not None and bool(optim.state.get(part.param)))
+            each.has_state = part.is_stepped or (
+                optim is not None and bool(optim.state.get(part.param))
             )
         assemble(keys, wanted)  # whether it can be; no elements are needed
         return keys, header, wanted, groups
