@@ -101,7 +101,7 @@ def _units(numbers: Numbers) -> list[str]:
             f"(unshards {unit.unshard_wait / 1e6:.3f}, reductions "
             f"{unit.reduce_wait / 1e6:.3f})."
         )
-    rows = [["ms per step", "unshard", "reduce", "start", "host", "compute"]]
+    rows = [["unit (ms per step)", "unshard", "reduce", "start", "host", "compute"]]
     for each, its in ordered[:MAX_UNITS]:
         times = its.unshard_wait, its.reduce_wait, its.start, its.host, its.compute
         rows.append([each, *(f"{time / 1e6:.3f}" for time in times)])
