@@ -104,7 +104,7 @@ class SaveHandle:
         try:
             job.run_in_thread()
         except CheckpointError as error:
-            self._problems = error.problems
+            self._problems = error.problems or (str(error),)
         except BaseException as error:
             self._problems = (reason(error),)
         if self._problems:

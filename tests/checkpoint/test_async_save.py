@@ -157,6 +157,25 @@ def test_an_error_that_nobody_asked_for(rank: int, tmp_path: Path) -> None:
 
 
 @distributed(world_size=2)
+def test_a_file_that_is_lost(rank: int, tmp_path: Path) -> None:
+    """Rank 0 sees the entry of rank 1, and not its tensors: no shared file system."""
+    model, optim = _model()
+    wait = _save._Job._wait_for_entries
+
+    def wait_and_lose(job: Any, deadline: float) -> None:
+        wait(job, deadline)
+        os.unlink(os.path.join(job.folder, _files.rank_file(1, 2)))
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(_save._Job, "_wait_for_entries", wait_and_lose)
+        handle = checkpoint.save(tmp_path / "c", model, optim, blocking=False)
+        seen = "rank 0 does not see rank-00001" if rank == 0 else "another rank failed"
+        with pytest.raises(checkpoint.CheckpointError, match=seen):
+            handle.result()
+    assert not (tmp_path / "c").exists()
+
+
+@distributed(world_size=2)
 def test_a_rank_that_does_not_come(rank: int, tmp_path: Path) -> None:
     """The others give up in time and say who is missing."""
     model, optim = _model()
