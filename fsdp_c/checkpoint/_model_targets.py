@@ -8,7 +8,7 @@ from fsdp_c._state.parts import ParamPart
 from fsdp_c.checkpoint._contents import Buffer, Contents
 from fsdp_c.checkpoint._memory import was_written
 from fsdp_c.checkpoint._plan import Target
-from fsdp_c.checkpoint._special import SpecialParam
+from fsdp_c.checkpoint._special import SpecialTarget
 
 
 class ModelTargets:
@@ -23,14 +23,15 @@ class ModelTargets:
 
     def _of_place(self, place: ParamPart) -> Target:
         home = place.home
+        what, shape = f"parameter {place.fqn!r}", tuple(place.shape)
+        elements = place.begin, place.end
         memory, opaque = home.memory, home.opaque
-        plan_special = None
         if opaque is not None:
-            special = SpecialParam(opaque)
-            plan_special = special.plan
             part = torch.empty(0, dtype=place.param.dtype)
+            special = SpecialTarget(what, place.names, shape, *elements, part, opaque)
             self._finish.append(special.finish)
-        elif memory is not None:
+            return special
+        if memory is not None:
             part = home.values()
             self._finish.append(lambda: was_written(memory))
         else:
@@ -38,15 +39,7 @@ class ModelTargets:
                 place.part_numel, dtype=place.param.dtype, device=place.param.device
             )
             self._finish.append(lambda: home.put(part))
-        return Target(
-            f"parameter {place.fqn!r}",
-            place.names,
-            tuple(place.shape),
-            place.begin,
-            place.end,
-            part,
-            plan_special,
-        )
+        return Target(what, place.names, shape, *elements, part)
 
     def _of_buffer(self, buffer: Buffer) -> Target:
         tensor = buffer.tensor

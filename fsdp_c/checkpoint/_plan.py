@@ -1,6 +1,6 @@
 """Plans which bytes of which rank files this rank reads."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from fsdp_c.checkpoint._reads import Read
 from fsdp_c.checkpoint._source import RankSource, Source
 
 
-@dataclass(frozen=True)
+@dataclass
 class Target:
     """Elements ``[begin, end)`` of a flattened tensor, and where they go.
 
@@ -27,8 +27,6 @@ class Target:
         begin: First element.
         end: One past the last element.
         tensor: 1-D, ``end - begin`` elements.
-        plan_special: In its place, of a parameter of a class without values: plans the
-            reads; see fsdp_c.checkpoint._special.
     """
 
     what: str
@@ -37,9 +35,10 @@ class Target:
     begin: int
     end: int
     tensor: Tensor
-    plan_special: Callable[[Source, "Target", ParamSpec | WholeSpec], None] | None = (
-        None
-    )
+
+    def plan(self, source: Source, spec: ParamSpec | WholeSpec) -> None:
+        """Plan the reads that fill it; problems go to the source."""
+        plan_reads(source, self.what, spec, (self.begin, self.end), self.tensor)
 
 
 def plan_parameters(
@@ -63,13 +62,8 @@ def plan_parameters(
             missing.append(target.names[0])
             continue
         spec = next(iter(found.values()))
-        if not _fits(target, found, source.problems):
-            continue
-        if target.plan_special is not None:
-            target.plan_special(source, target, spec)
-        else:
-            elements = target.begin, target.end
-            plan_reads(source, target.what, spec, elements, target.tensor)
+        if _fits(target, found, source.problems):
+            target.plan(source, spec)
     names = [spec.name for spec in source.manifest.tensors()]
     return missing, [name for name in names if name not in used]
 

@@ -290,44 +290,49 @@ def _cut(like: Tensor, tensors: dict[Held, Tensor], part: ParamPart) -> Tensor |
 # Parameters ---------------------------------------------------------------------
 
 
-class SpecialParam:
-    """A parameter of a class that has no values: only its own tensors can be loaded."""
+@dataclass
+class SpecialTarget(Target):
+    """A parameter of a class that has no values: only its own tensors can be loaded.
 
-    def __init__(self, local: Tensor) -> None:
-        self._local = local
-        self._saved: Saved | None = None
+    Attributes:
+        local: What this rank has of it.
+        saved: What it gets, once that is planned.
+    """
 
-    def plan(self, source: Source, target: Target, spec: ParamSpec | WholeSpec) -> None:
+    local: Tensor
+    saved: Saved | None = None
+
+    def plan(self, source: Source, spec: ParamSpec | WholeSpec) -> None:
         """Plan to check its record; problems go to the source."""
-        name = class_name(self._local)
-        if target.begin == target.end:
+        name = class_name(self.local)
+        if self.begin == self.end:
             return
-        key, elements = model_key(spec.name), (target.begin, target.end)
-        for each in find_saved(source, target.what, spec, key, elements):
+        key, elements = model_key(spec.name), (self.begin, self.end)
+        for each in find_saved(source, self.what, spec, key, elements):
             whole = (each.held.part_begin, each.held.part_end)
             saved_as = "plain values" if each.record is None else each.record["class"]
             if saved_as != name:
                 source.problems.append(
-                    f"{target.what} is a {name} and was saved as {saved_as}: load it "
+                    f"{self.what} is a {name} and was saved as {saved_as}: load it "
                     "into a model with the same classes"
                 )
-            elif whole != (target.begin, target.end):
+            elif whole != elements:
                 source.problems.append(
-                    f"{target.what} is a {name}, which cannot be cut anew: rank "
+                    f"{self.what} is a {name}, which cannot be cut anew: rank "
                     f"{each.held.rank} saved elements [{whole[0]}, {whole[1]}), and "
-                    f"this rank holds [{target.begin}, {target.end}); {_REMEDY}"
+                    f"this rank holds [{self.begin}, {self.end}); {_REMEDY}"
                 )
             elif not self._fits(each):
                 source.problems.append(
-                    f"{target.what} is a {name} of other tensors than those that were "
+                    f"{self.what} is a {name} of other tensors than those that were "
                     "saved: quantize it in the same way"
                 )
             else:
-                self._saved = each
+                self.saved = each
 
     def _fits(self, saved: Saved) -> bool:
         """Whether the tensors in a record are as large as those of the parameter."""
-        own = inner_tensors(self._local)
+        own = inner_tensors(self.local)
         given = {} if saved.record is None else saved.record["tensors"]
         if own.keys() != given.keys():
             return False
@@ -340,8 +345,8 @@ class SpecialParam:
 
     def finish(self) -> None:
         """Copy the tensors that were saved into those of the parameter."""
-        if self._saved is None:
+        if self.saved is None:
             return
-        own = inner_tensors(self._local)
-        for name, each in self._saved.inner(self._local.device).items():
+        own = inner_tensors(self.local)
+        for name, each in self.saved.inner(self.local.device).items():
             own[name].copy_(each.reshape(own[name].shape))
