@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from fsdp_c._fully_shard.group import groups_in
 from fsdp_c._units.base import ShardedModule
 from fsdp_c._units.device import synchronize, wait_for_uploads
-from fsdp_c.checkpoint._contents import Contents, find_contents
+from fsdp_c.checkpoint._contents import find_contents
 from fsdp_c.checkpoint._errors import CheckpointError
 from fsdp_c.checkpoint._load_optim import OptimLoad
 from fsdp_c.checkpoint._model_targets import ModelTargets
@@ -88,19 +88,19 @@ def load(
     headline = f"{_HEADLINE} ({os.fspath(path)})"
     with ExitStack() as stack:
         with ranks.together(headline) as problems:
-            loading = _Loading(path, model, optim, scheduler, ranks)
-            stack.callback(loading.source.close)
+            source = stack.enter_context(Source(path))
+            loading = _Loading(source, model, optim, scheduler, ranks)
             problems.extend(
                 loading.check(
                     strict=strict, with_random_states=random_states, is_on=is_on
                 )
             )
-        if len(set(ranks.all_gather(loading.source.manifest.save_id))) > 1:
+        if len(set(ranks.all_gather(source.manifest.save_id))) > 1:
             problem = "the ranks found different checkpoints at the path"
             raise CheckpointError(headline, [problem])
-        with progress_bar("loading", loading.source.read_nbytes, is_on) as advance:
+        with progress_bar("loading", source.read_nbytes, is_on) as advance:
             with ranks.together(_BROKEN):
-                loading.source.run(advance)
+                source.run(advance)
             with ranks.together(_BROKEN):
                 loading.install()  # may communicate
         return loading.loaded()
@@ -111,28 +111,27 @@ class _Loading:
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        source: Source,
         model: nn.Module,
         optim: torch.optim.Optimizer | None,
         scheduler: Any,
         ranks: Ranks,
     ) -> None:
+        self._source = source
         self._scheduler = scheduler
         self._rank = ranks.rank
-        contents = find_contents(model)
-        self.source = Source(path)
-        manifest = self.source.manifest
-        self._contents: Contents = contents
+        self._contents = find_contents(model)
+        manifest = source.manifest
         wait_for_uploads(m for m in model.modules() if isinstance(m, ShardedModule))
         arguments = [group.arguments for group in groups_in(model)]
         synchronize(each.device for each in arguments if each.offloads)
-        self._targets = ModelTargets(contents)
+        self._targets = ModelTargets(self._contents)
         self._is_same_size = manifest.world_size == ranks.world_size
         self._optim: OptimLoad | None = None
         if optim is not None and manifest.optim is not None:
-            self._optim = OptimLoad(model, optim, self.source, manifest.optim)
+            self._optim = OptimLoad(model, optim, source, manifest.optim)
         elif optim is not None:
-            self.source.problems.append(
+            source.problems.append(
                 "it has no optimizer state: load without optim, or save with it"
             )
         self._missing: list[str] = []
@@ -143,7 +142,7 @@ class _Loading:
         self, *, strict: bool, with_random_states: bool, is_on: bool | None
     ) -> list[str]:
         """Plan all reads, check what they will read; return all problems."""
-        manifest, source = self.source.manifest, self.source
+        manifest, source = self._source.manifest, self._source
         missing, unexpected = plan_parameters(source, self._targets.targets)
         self._missing += missing
         self._unexpected += unexpected
@@ -193,7 +192,7 @@ class _Loading:
         self, with_random_states: bool
     ) -> dict[str, tuple[RankSource | None, Any]]:
         """Return encoded values by name, each with the rank that has its tensors."""
-        manifest, source = self.source.manifest, self.source
+        manifest, source = self._source.manifest, self._source
         values: dict[str, tuple[RankSource | None, Any]] = {}
         first = source.rank(0)
         modules = {
@@ -246,7 +245,7 @@ class _Loading:
             rank_extra=self._decoded.get("rank_extra"),
             missing=tuple(self._missing),
             unexpected=tuple(self._unexpected),
-            world_size=self.source.manifest.world_size,
+            world_size=self._source.manifest.world_size,
             random_states="random states" in self._decoded,
         )
 

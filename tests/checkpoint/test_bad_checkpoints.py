@@ -129,6 +129,18 @@ def test_another_optimizer(tmp_path: Path) -> None:
 
 
 @distributed(world_size=2)
+def test_the_folder_is_closed(tmp_path: Path) -> None:
+    """Also if the optimizer does not fit the model."""
+    model, optim = _trained(MLP())
+    checkpoint.save(tmp_path / "c", model, optim)
+    stranger = torch.optim.AdamW([nn.Parameter(torch.ones(3))])
+    (problem,) = _refused(tmp_path / "c", model, stranger)
+    assert "which is not in the model" in problem
+    opened = {each.resolve() for each in Path("/proc/self/fd").iterdir()}
+    assert (tmp_path / "c").resolve() not in opened
+
+
+@distributed(world_size=2)
 def test_what_was_not_saved(tmp_path: Path) -> None:
     model, optim = _trained(MLP())
     checkpoint.save(tmp_path / "c", model, random_states=False)
