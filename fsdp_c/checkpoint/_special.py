@@ -8,7 +8,7 @@ found if the program has imported it.
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -181,7 +181,7 @@ class SpecialState:
     values: Tensor
     saved: list[Saved]
     result: Tensor | None = None
-    like: Tensor | None = field(default=None)
+    like: Tensor | None = None
 
     @staticmethod
     def plan(
