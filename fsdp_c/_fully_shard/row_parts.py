@@ -20,9 +20,15 @@ from fsdp_c._fully_shard.group import Group, groups_in
 from fsdp_c._fully_shard.rows import part_of
 from fsdp_c._native import Placement
 from fsdp_c._state.parts import Home, ParamPart, Spread, find_parts, whole_part
-from fsdp_c._state.sharded_tensors import rows_of
 from fsdp_c._units.base import ShardedModule, sharded_modules
-from fsdp_c._units.cuts import Cut, as_dtensor, has_values, local_of, with_memory
+from fsdp_c._units.cuts import (
+    Cut,
+    as_dtensor,
+    has_values,
+    local_of,
+    rows_of,
+    with_memory,
+)
 from fsdp_c._units.names import clean_name
 
 

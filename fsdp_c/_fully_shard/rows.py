@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp_c._torch_compat import is_cut, is_strided
-from fsdp_c._units.cuts import Cut, as_dtensor, local_of
+from fsdp_c._units.cuts import Cut, as_dtensor, local_of, rows_of
 from fsdp_c._units.device import note_use
 
 
@@ -18,10 +18,8 @@ def own_rows(param: Tensor, dim: int, rank: int, world_size: int) -> Tensor:
     """Return a contiguous copy of what torch.chunk along ``dim`` gives ``rank``."""
     if is_traceable_wrapper_subclass(param):
         return _own_rows_of_wrapper(param.detach(), dim, rank, world_size)
-    size = param.size(dim)
-    rows = -(-size // world_size)
-    begin = min(rank * rows, size)
-    part = param.detach().narrow(dim, begin, min(rows, size - begin))
+    begin, end = rows_of(param.size(dim), world_size, rank)
+    part = param.detach().narrow(dim, begin, end - begin)
     return part.clone(memory_format=torch.contiguous_format)
 
 
@@ -32,10 +30,10 @@ def _own_rows_of_wrapper(param: Tensor, dim: int, rank: int, world_size: int) ->
     ``torch/distributed/fsdp/_fully_shard/_fsdp_param.py`` (torch 2.13) among them.
     """
     size = param.size(dim)
-    rows = -(-size // world_size)
     chunks = param.chunk(world_size, dim)
     sizes = [chunk.size(dim) for chunk in chunks]
-    if sizes != [min(rows, size - begin) for begin in range(0, size, rows)]:
+    rows = [rows_of(size, world_size, each) for each in range(world_size)]
+    if sizes != [end - begin for begin, end in rows if end > begin]:
         raise ValueError(f"its class cuts {size} rows into {sizes}")
     padded = param.new_zeros(chunks[0].size())
     if rank >= len(chunks):

@@ -20,11 +20,11 @@ from fsdp_c._state.parts import ParamPart, Spread
 from fsdp_c._state.sharded_tensors import (
     has_rows,
     local_part,
-    rows_of,
     sharded_dtype,
     wrap_chunk,
 )
 from fsdp_c._units.base import ShardedModule
+from fsdp_c._units.cuts import rows_of
 from fsdp_c._units.device import CPU
 from fsdp_c._units.parallel import to_state
 

@@ -26,7 +26,7 @@ from fsdp_c._torch_compat import (
     TensorProperties,
 )
 from fsdp_c._units.base import ShardedModule
-from fsdp_c._units.cuts import as_dtensor, row_placements
+from fsdp_c._units.cuts import as_dtensor, row_placements, rows_of
 
 
 def is_sharded(value: object) -> TypeGuard[ShardedTensor | DTensor]:
@@ -50,12 +50,6 @@ def sharded_dtype(value: ShardedTensor | DTensor) -> torch.dtype:
 def has_rows(shape: torch.Size) -> bool:
     """Return whether a tensor of ``shape`` is shared out at all."""
     return len(shape) > 0 and shape.numel() > 0
-
-
-def rows_of(num_rows: int, world_size: int, rank: int) -> tuple[int, int]:
-    """Return the rows ``[begin, end)`` that ``rank`` holds."""
-    step = -(-num_rows // world_size)
-    return min(rank * step, num_rows), min((rank + 1) * step, num_rows)
 
 
 def wrap_chunk(

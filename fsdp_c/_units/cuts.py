@@ -74,6 +74,12 @@ def cut_of(
     )
 
 
+def rows_of(num_rows: int, world_size: int, rank: int) -> tuple[int, int]:
+    """Return the rows ``[begin, end)`` that torch.chunk gives ``rank``."""
+    step = -(-num_rows // world_size)
+    return min(rank * step, num_rows), min((rank + 1) * step, num_rows)
+
+
 def row_placements(mesh: DeviceMesh) -> tuple[Placement, ...]:
     return (*[Replicate()] * (mesh.ndim - 1), Shard(0))
 

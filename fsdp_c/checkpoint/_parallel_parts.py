@@ -18,9 +18,8 @@ from fsdp_c._state.forms import Form, save_tensors
 from fsdp_c._state.optim.agreement import packed_value, unpacked_value
 from fsdp_c._state.optim.states import ParamState
 from fsdp_c._state.parts import ParamPart
-from fsdp_c._state.sharded_tensors import rows_of
 from fsdp_c._units.base import ShardedModule
-from fsdp_c._units.cuts import as_dtensor, row_placements
+from fsdp_c._units.cuts import as_dtensor, row_placements, rows_of
 from fsdp_c.checkpoint._memory import was_written
 from fsdp_c.checkpoint._ranks import Ranks
 
