@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 from fsdp_c import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from helpers.groups import device_under_test, kept_mesh
 from helpers.models import VOCAB, Inputs
-from helpers.random_programs import Node
+from helpers.random_models import Node
 from helpers.reference import Differential, clean_name, sgd
 from helpers.rows import Rows, whole_of
 from helpers.seeds import seeded
@@ -288,7 +288,7 @@ def shared_step(
     return loss.detach()
 
 
-def _place_in(dp: DeviceMesh) -> tuple[int, int]:
+def place_in(dp: DeviceMesh) -> tuple[int, int]:
     """Return rank and size: ranks of a tensor parallel group have the same batch."""
     return int((dp.mesh == dist.get_rank()).flatten().nonzero()), dp.size()
 
@@ -314,7 +314,7 @@ class ParallelRows(Rows):
             tokens,
             optimizer=optimizer,
         )
-        self.rank, self.world_size = _place_in(self.dp)
+        self.rank, self.world_size = place_in(self.dp)
 
 
 class ParallelFlat(Differential):
@@ -347,7 +347,7 @@ class ParallelFlat(Differential):
             optimizer=optimizer,
             tolerance=1e-8,
         )
-        self.rank, self.world_size = _place_in(self.dp)
+        self.rank, self.world_size = place_in(self.dp)
 
     def gather(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return whole parameters and gradients, from summoned DTensors."""
