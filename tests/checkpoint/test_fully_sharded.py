@@ -26,6 +26,7 @@ from fsdp_c.checkpoint._manifest import (
 from helpers.distributed import distributed
 from helpers.groups import groups_destroyed
 from helpers.models import VOCAB
+from helpers.reference import assert_same_tensors
 from helpers.seeds import generator
 from helpers.state_dicts import whole_state
 from helpers.tensor_parallel import (
@@ -36,8 +37,8 @@ from helpers.tensor_parallel import (
 )
 
 DIM = 6
-BATCH = 12  # over 1, 2, 3 and 4 ranks
-SIZES = (1, 2, 3, 4)
+SIZES = (1, 2, 3, 4, 7)
+BATCH = 84  # over so many ranks
 
 
 class _Block(nn.Module):
@@ -104,22 +105,25 @@ def _rows(model: nn.Module, mesh: DeviceMesh | None, **options: Any) -> Any:
     return fully_shard(model, mesh=mesh, **options)
 
 
-def _wrapped(
-    model: nn.Module, mesh: DeviceMesh | None, *, use_orig_params: bool
-) -> Any:
-    return FSDP(
-        model,
-        process_group=None if mesh is None else mesh.get_group(),
-        auto_wrap_policy=ModuleWrapPolicy({_Block}),
-        use_orig_params=use_orig_params,
-    )
+def _wrapped(model: nn.Module, mesh: DeviceMesh | None, **options: Any) -> Any:
+    group = None if mesh is None else mesh.get_group()
+    return FSDP(model, process_group=group, **options)
 
 
+_BLOCKS = ModuleWrapPolicy({_Block})
 DOORS: dict[str, Callable[[nn.Module, DeviceMesh | None], Any]] = {
     "rows": _rows,
     "columns": lambda model, mesh: _rows(model, mesh, shard_placement_fn=_by_columns),
-    "originals": lambda model, mesh: _wrapped(model, mesh, use_orig_params=True),
-    "flat": lambda model, mesh: _wrapped(model, mesh, use_orig_params=False),
+    "originals": lambda model, mesh: _wrapped(
+        model, mesh, use_orig_params=True, auto_wrap_policy=_BLOCKS
+    ),
+    "flat": lambda model, mesh: _wrapped(
+        model, mesh, use_orig_params=False, auto_wrap_policy=_BLOCKS
+    ),
+    "originals of one unit": lambda model, mesh: _wrapped(
+        model, mesh, use_orig_params=True
+    ),
+    "one flat": lambda model, mesh: _wrapped(model, mesh, use_orig_params=False),
 }
 
 
@@ -139,12 +143,6 @@ def _train(
         optim.step()
 
 
-def _assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(actual[name], value, rtol=1e-4, atol=1e-6, msg=name)
-
-
 def _changed(model: nn.Module) -> nn.Module:
     """Return the model with other weights: what is not loaded is seen."""
     with torch.no_grad():
@@ -153,26 +151,33 @@ def _changed(model: nn.Module) -> nn.Module:
     return model
 
 
-# What saves and what loads; between the others: test_resume.py.
+# What saves and what loads.
 _COMMON = (
+    ("originals", "one flat"),
     ("rows", "flat"),
     ("columns", "originals"),
     ("originals", "rows"),
     ("flat", "columns"),
 )
 _PAIRS = [
-    pair if pair in _COMMON else pytest.param(pair, marks=pytest.mark.only_full)
-    for pair in itertools.product(DOORS, DOORS)
-    if {"rows", "columns"} & set(pair)
+    *_COMMON,
+    *(
+        pytest.param(pair, marks=pytest.mark.only_full)
+        for pair in (
+            ("flat", "originals of one unit"),
+            *itertools.product(("rows", "columns", "originals", "flat"), repeat=2),
+        )
+        if pair not in _COMMON
+    ),
 ]
 
 
 @pytest.mark.parametrize("pair", _PAIRS, ids="-".join)
-@distributed(world_size=4, timeout_s=120.0, device="cpu")
+@distributed(world_size=7, timeout_s=120.0, device="cpu")
 def test_any_world_size_and_api(
     rank: int, tmp_path: Path, pair: tuple[str, str]
 ) -> None:
-    """Some ranks train 2 steps and save, others load and train 2 more."""
+    """1, 2, 3, 4 and 7 ranks save after 2 steps; 1, 2, 3, 4 and 7 go on for 2."""
     saved_by, loaded_by = pair
     model: Any = _initial()
     optim = _optimizer(model)
@@ -186,26 +191,27 @@ def test_any_world_size_and_api(
             size: DeviceMesh("cpu", list(range(size)), mesh_dim_names=(name,))
             for size in SIZES
         }
-        for size in (2, 4):
+        for size in SIZES:
+            path = tmp_path / f"from-{size}"
             if rank < size:
                 model = DOORS[saved_by](_initial(), meshes[size])
                 optim = _optimizer(model)
                 _train(model, optim, range(2), rank, size)
-                path = tmp_path / f"from-{size}"
                 group = meshes[size].get_group()
                 checkpoint.save(path, model, optim, process_group=group)
             dist.barrier()
-            path = tmp_path / f"from-{size}"
             if rank == 0:
                 checkpoint.verify(path)
-            for other in (1, 3, 4):
+            for other in SIZES:
                 if rank < other:
                     model = DOORS[loaded_by](_changed(_initial()), meshes[other])
                     optim = _optimizer(model)
                     group = meshes[other].get_group()
-                    checkpoint.load(path, model, optim, process_group=group)
+                    found = checkpoint.load(path, model, optim, process_group=group)
+                    assert found.random_states == (size == other)
                     _train(model, optim, range(2, 4), rank, other)
-                    _assert_close(whole_state(model.state_dict()), expected)
+                    state = whole_state(model.state_dict())
+                    assert_same_tensors(f"{size} -> {other}", state, expected)
                 dist.barrier()
         del model, optim
 
@@ -284,13 +290,15 @@ def test_tensor_parallel(tmp_path: Path) -> None:
             checkpoint.save(tmp_path / "end", model, optim)
             other: Any = fully_shard(ParallelModel(hidden=7))
             checkpoint.load(tmp_path / "end", other)
-            _assert_close(whole_state(other.state_dict()), reference.state_dict())
+            state = whole_state(other.state_dict())
+            assert_same_tensors("state", state, reference.state_dict())
         model, optim, dp = build(2, 2)
         checkpoint.load(tmp_path / "of-4", _changed(model), optim)
         train(model, optim, range(2, 4), dp)
         checkpoint.save(tmp_path / "end", model, optim)
         checkpoint.load(tmp_path / "end", other)
-        _assert_close(whole_state(other.state_dict()), reference.state_dict())
+        state = whole_state(other.state_dict())
+        assert_same_tensors("state", state, reference.state_dict())
         del model, optim, other
 
 
