@@ -16,7 +16,7 @@ from fsdp_c import (
 )
 from helpers.distributed import TEST_DEVICE, distributed
 from helpers.groups import device_under_test, groups_destroyed
-from helpers.models import CASES, MLP, Block, Chain, vectors
+from helpers.models import CASES, Block, Chain, vectors
 from helpers.rows import Rows, shard_units
 from helpers.seeds import seeded
 
@@ -309,18 +309,3 @@ def test_replaced_by_load_state_dict() -> None:
     module.weight = nn.Parameter(torch.zeros(3))
     with pytest.raises(RuntimeError, match="no longer the DTensor"):
         both.forward()
-
-
-@distributed(world_size=2)
-def test_optimizers() -> None:
-    """Foreach and fused ones on the sharded parameters."""
-    for options in ({"foreach": True}, {"fused": True}, {"foreach": False}):
-        both = Rows(
-            MLP,
-            lambda model: shard_units(model, [Block]),
-            vectors,
-            optimizer=lambda params, o=options: torch.optim.AdamW(  # type: ignore
-                params, lr=0.01, weight_decay=0.0, **o
-            ),
-        )
-        both.train(2)

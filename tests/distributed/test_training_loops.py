@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -322,25 +323,23 @@ def test_batch_sizes_differ_between_ranks(
     differential.check()
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "Adagrad", "SGD_foreach"])
-@pytest.mark.parametrize("use_orig_params", [True, False])
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=False),
+    "AdamW_foreach": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=True),
+    "AdamW_fused": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2),
+    "SGD_foreach": lambda params: torch.optim.SGD(
+        params, lr=1e-2, momentum=0.9, foreach=True
+    ),
+}
+
+
+@varied(optimizer=list(OPTIMIZERS), api=APIS)
 @distributed(world_size=2)
-def test_optimizers(use_orig_params: bool, optimizer: str) -> None:
+def test_optimizers(api: str, optimizer: str) -> None:
     """Elementwise optimizers step shards as they step whole parameters."""
-    makers: dict[str, Any] = {
-        "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
-        "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
-        "SGD_foreach": lambda p: torch.optim.SGD(
-            p, lr=1e-2, momentum=0.9, foreach=True
-        ),
-    }
-    differential = Differential.of_model(
-        "mlp",
-        use_orig_params=use_orig_params,
-        optimizer=makers[optimizer],
-        tolerance=1e-3,
-    )
-    differential.train(4)
+    both = in_either_api(api, MLP, {Block}, optimizer=OPTIMIZERS[optimizer])
+    both.train(4)
 
 
 class _PlannedError(RuntimeError):
