@@ -27,12 +27,13 @@ from helpers.distributed import distributed
 from helpers.groups import groups_destroyed
 from helpers.models import VOCAB
 from helpers.reference import assert_same_tensors
+from helpers.rows import shard_units
 from helpers.seeds import generator
 from helpers.state_dicts import whole_state
 from helpers.tensor_parallel import (
+    ParallelBlock,
     ParallelModel,
     parallelize,
-    shard_blocks,
     two_meshes,
 )
 
@@ -268,11 +269,11 @@ def test_tensor_parallel(tmp_path: Path) -> None:
         dp = None
         if num_tp > 1:
             dp, tp = two_meshes(num_dp, num_tp)
-            model = shard_blocks(parallelize(model, tp), dp)
+            model = shard_units(parallelize(model, tp), {ParallelBlock}, mesh=dp)
         elif num_dp > 1:
             names = (f"only_{tmp_path.name}",)
             dp = init_device_mesh("cpu", (num_dp,), mesh_dim_names=names)
-            model = shard_blocks(model, dp)
+            model = shard_units(model, {ParallelBlock}, mesh=dp)
         return model, _optimizer(model), dp
 
     reference, optim, _ = build(1, 1)

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import (
     DTensor,
     Partial,
@@ -36,17 +36,15 @@ from torch.distributed.tensor.parallel import (
 from fsdp_c import fully_shard
 from helpers.distributed import distributed
 from helpers.groups import device_under_test, groups_destroyed
-from helpers.rows import APIS, whole_of
+from helpers.rows import APIS, shard_units, whole_of
 from helpers.seeds import seeded
 from helpers.shared_folder import shared_folder
 from helpers.tensor_parallel import (
-    MAKERS,
-    ParallelFlat,
+    ParallelBlock,
     ParallelModel,
-    ParallelRows,
-    make_rows,
+    make,
+    make_both,
     parallelize,
-    shard_blocks,
     shared_step,
     tokens,
     train_and_check,
@@ -71,21 +69,17 @@ def check_training(
     num_replicas: int | None = None,
 ) -> None:
     """Train a model over the mesh and the unsharded one."""
-    options: dict[str, Any] = {
-        "build": functools.partial(ParallelModel, hidden=hidden),
-        "optimizer": adamw,
-        "num_replicas": num_replicas,
-    }
-    both: Any
     with groups_destroyed():
-        if api == "fully_shard":
-            reshards = False if strategy == "SHARD_GRAD_OP" else None
-            options["reshard_after_forward"] = reshards
-            both = ParallelRows(num_dp, num_tp, **options)
-        else:
-            options["use_orig_params"] = api == "FSDP"
-            options["sharding_strategy"] = ShardingStrategy[strategy]
-            both = ParallelFlat(num_dp, num_tp, **options)
+        both = make_both(
+            api,
+            num_dp,
+            num_tp,
+            num_replicas=num_replicas,
+            build=functools.partial(ParallelModel, hidden=hidden),
+            optimizer=adamw,
+            strategy=strategy,
+            keeps_root=True,
+        )
         train_and_check(both)
         if api != "fully_shard":  # torch finds no largest element of an empty part
             both.clip(0.01, float("inf"))
@@ -147,7 +141,7 @@ def test_what_a_rank_holds() -> None:
         whole = {name: p.detach().clone() for name, p in model.named_parameters()}
         parallelize(model, tp)
         local = {n: p.to_local().clone() for n, p in model.named_parameters()}
-        sharded: Any = shard_blocks(model, dp)
+        sharded = shard_units(model, {ParallelBlock}, mesh=dp)
         seen: list[Any] = []
         up = sharded.blocks[0].up
         up.register_forward_pre_hook(lambda m, _: seen.append(m.weight))
@@ -185,7 +179,7 @@ def test_mixed_precision_and_frozen() -> None:
     """Modules see DTensors of param_dtype; frozen ones get no gradient."""
     with groups_destroyed():
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        model = make_rows(2, 2, mp_policy=policy)
+        model = make("fully_shard", 2, 2, mp_policy=policy)
         model.head.weight.requires_grad_(False)
         seen: list[Any] = []
         block = model.blocks[0]
@@ -211,7 +205,7 @@ def test_meta_construction_and_conversion(rank: int) -> None:
         dp, tp = two_meshes(2, 2)
         with torch.device("meta"):
             model: Any = parallelize(ParallelModel(hidden=8), tp)
-        shard_blocks(model, dp)
+        shard_units(model, {ParallelBlock}, mesh=dp)
         model.to_empty(device=device_under_test())
         full = ParallelModel(hidden=8).state_dict()
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -239,7 +233,7 @@ def test_meta_construction_and_conversion(rank: int) -> None:
 def test_checkpoint_at_another_shape(api: str, hidden: int) -> None:
     """Saved at 2 x 2, loaded at 1 x 4 and 4 x 1, optimizer included."""
     with groups_destroyed(), shared_folder() as folder:
-        model = MAKERS[api](2, 2, hidden=hidden)
+        model = make(api, 2, 2, hidden=hidden)
         optimizer = adamw(model.parameters())
         for seed in range(2):
             shared_step(model, optimizer, seed)
@@ -250,7 +244,7 @@ def test_checkpoint_at_another_shape(api: str, hidden: int) -> None:
         expected = get_model_state_dict(model, options=full)
         loss = shared_step(model, optimizer, seed=2)
         for shape in ((1, 4), (4, 1)):
-            other = MAKERS[api](*shape, hidden=hidden, seed=1)
+            other = make(api, *shape, hidden=hidden, seed=1)
             optimizer = adamw(other.parameters())
             state, optim_state = get_state_dict(other, optimizer)
             loaded = {"model": state, "optim": optim_state}
@@ -272,14 +266,14 @@ def test_checkpoint_at_another_shape(api: str, hidden: int) -> None:
 def test_full_state_of_uneven_parts(rank: int, broadcast: bool) -> None:
     """13 rows over 2 x 2 ranks: torch's own fails, or puts rows in wrong places."""
     with groups_destroyed():
-        model = make_rows(2, 2, hidden=13)
+        model = make("fully_shard", 2, 2, hidden=13)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         shared_step(model, optimizer, seed=0)
         full = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
         state, optim_state = get_state_dict(model, optimizer, options=full)
         has_it = rank == 0 or not broadcast
         loss = shared_step(model, optimizer, seed=1)
-        other = make_rows(2, 2, hidden=13, seed=1)
+        other = make("fully_shard", 2, 2, hidden=13, seed=1)
         optimizer = torch.optim.AdamW(other.parameters(), lr=0.01)
         given = (dict(state), optim_state) if has_it else ({}, {})
         set_model_state_dict(other, given[0], options=full)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffload,
     MixedPrecision,
-    ShardingStrategy,
     StateDictType,
 )
 from torch.distributed.tensor import DTensor
@@ -20,8 +19,13 @@ from fsdp_c import FullyShardedDataParallel as FSDP
 from helpers.distributed import distributed, varied
 from helpers.groups import groups_destroyed
 from helpers.models import loss_of
-from helpers.reference import assert_same, assert_same_tensors, clean_name
-from helpers.tensor_parallel import ParallelFlat, whole_value
+from helpers.reference import (
+    Differential,
+    assert_same,
+    assert_same_tensors,
+    clean_name,
+)
+from helpers.tensor_parallel import make_both, whole_value
 
 KEEPING = ("SHARD_GRAD_OP", "NO_SHARD", "_HYBRID_SHARD_ZERO2")
 STRATEGIES = ("FULL_SHARD", "HYBRID_SHARD", *KEEPING)
@@ -37,17 +41,15 @@ def adam(params: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(params, lr=0.01)
 
 
-def make(
-    strategy: str, use_orig_params: bool = True, options: str = "plain"
-) -> ParallelFlat:
+def make(strategy: str, api: str = "FSDP", options: str = "plain") -> Differential:
     """Return both models after a step, with gradients."""
-    both = ParallelFlat(
+    both = make_both(
+        api,
         2,
         2,
         num_replicas=1 if "HYBRID" in strategy else None,
-        use_orig_params=use_orig_params,
         optimizer=adam,
-        sharding_strategy=ShardingStrategy[strategy],
+        strategy=strategy,
         **OPTIONS[options],
     )
     if options == "mixed":
@@ -60,7 +62,7 @@ def make(
 # What is looked at there --------------------------------------------------------
 
 
-def _state_dict(both: ParallelFlat, kind: str) -> None:
+def _state_dict(both: Differential, kind: str) -> None:
     with FSDP.state_dict_type(both.model, StateDictType[kind]):
         state = both.model.state_dict()
     expected = {n: p.detach() for n, p in both.reference_params.items()}
@@ -70,7 +72,7 @@ def _state_dict(both: ParallelFlat, kind: str) -> None:
     assert_same_tensors("state", found, expected, both.tolerance)
 
 
-def _optim_state(both: ParallelFlat) -> None:
+def _optim_state(both: Differential) -> None:
     found = FSDP.optim_state_dict(both.model, both.optimizer)["state"]
     expected = both.reference_optimizer.state
     assert sorted(found) == sorted(both.reference_params)
@@ -80,43 +82,43 @@ def _optim_state(both: ParallelFlat) -> None:
             assert_same(f"{key} of {name}", value, expected[param][key], both.tolerance)
 
 
-def _clip(both: ParallelFlat) -> None:
+def _clip(both: Differential) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # of no gradients
         both.clip(0.1)
 
 
-def _zero(both: ParallelFlat, *, set_to_none: bool) -> None:
+def _zero(both: Differential, *, set_to_none: bool) -> None:
     both.reference.zero_grad(set_to_none=set_to_none)
     both.model.zero_grad(set_to_none=set_to_none)
 
 
-LOOKS: dict[str, Callable[[ParallelFlat], None]] = {
+LOOKS: dict[str, Callable[[Differential], None]] = {
     "none": lambda _: None,
-    "summon": ParallelFlat.check,
+    "summon": Differential.check,
     "full": partial(_state_dict, kind="FULL_STATE_DICT"),
     "sharded": partial(_state_dict, kind="SHARDED_STATE_DICT"),
     "optim": _optim_state,
     "clip": _clip,
     "zero": partial(_zero, set_to_none=True),
     "zeros": partial(_zero, set_to_none=False),
-    "optimizer": ParallelFlat.zero_grad,
+    "optimizer": Differential.zero_grad,
 }
 
 
 @varied(
     strategy=STRATEGIES,
-    use_orig_params=[True, False],
+    api=["FSDP", "FSDP flat"],
     look=sorted(LOOKS.keys() - {"none"}),
     options=list(OPTIONS),
 )
 @distributed(world_size=4)
 def test_backward_after_looking(
-    strategy: str, use_orig_params: bool, look: str, options: str
+    strategy: str, api: str, look: str, options: str
 ) -> None:
     """It sees whole values, and the backward is as good as before."""
     with groups_destroyed():
-        both = make(strategy, use_orig_params, options)
+        both = make(strategy, api, options)
         for _ in range(2):
             both.forward_backward(inside=partial(LOOKS[look], both))
             both.check()
@@ -126,17 +128,15 @@ def test_backward_after_looking(
 
 @varied(
     strategy=STRATEGIES,
-    use_orig_params=[True, False],
+    api=["FSDP", "FSDP flat"],
     look=["full", "sharded", "optim", "zero", "zeros", "optimizer"],
     options=list(OPTIONS),
 )
 @distributed(world_size=4)
-def test_looking_in_no_sync(
-    strategy: str, use_orig_params: bool, look: str, options: str
-) -> None:
+def test_looking_in_no_sync(strategy: str, api: str, look: str, options: str) -> None:
     """The same between micro-batches of which only the last one is reduced."""
     with groups_destroyed():
-        both = make(strategy, use_orig_params, options)
+        both = make(strategy, api, options)
         for is_quiet in (True, True, False) * 2:
             with both.model.no_sync() if is_quiet else nullcontext():
                 both.forward_backward(inside=partial(LOOKS[look], both))
@@ -171,12 +171,12 @@ def test_penalty_on_weights(strategy: str, options: str, look: str) -> None:
         del both
 
 
-@varied(strategy=STRATEGIES, use_orig_params=[True, False], options=["plain", "mixed"])
+@varied(strategy=STRATEGIES, api=["FSDP", "FSDP flat"], options=["plain", "mixed"])
 @distributed(world_size=4)
-def test_what_is_shown(strategy: str, use_orig_params: bool, options: str) -> None:
+def test_what_is_shown(strategy: str, api: str, options: str) -> None:
     """Whole DTensors, or plain local tensors, alike in all units that are kept."""
     with groups_destroyed():
-        both = make(strategy, use_orig_params, options)
+        both = make(strategy, api, options)
         modules = dict(both.model.module.named_modules())
         names = [n for n in modules if n.endswith(("norm", "up", "head"))]
 
@@ -199,18 +199,18 @@ def test_what_is_shown(strategy: str, use_orig_params: bool, options: str) -> No
         del loss, both
 
 
-def _summon_and_halve(both: ParallelFlat) -> None:
+def _summon_and_halve(both: Differential) -> None:
     with FSDP.summon_full_params(both.model):
         both.scale_params(0.5)
 
 
-def _load(both: ParallelFlat) -> None:
+def _load(both: Differential) -> None:
     for model in (both.reference, both.model):
         state = model.state_dict()
         model.load_state_dict({n: v.detach() * 0.5 for n, v in state.items()})
 
 
-def _apply(both: ParallelFlat) -> None:
+def _apply(both: Differential) -> None:
     for model in (both.reference, both.model):
         model.apply(
             lambda module: (
@@ -221,35 +221,35 @@ def _apply(both: ParallelFlat) -> None:
         )
 
 
-def _write_locally(both: ParallelFlat) -> None:
+def _write_locally(both: Differential) -> None:
     with torch.no_grad():
         for param in (*both.model.parameters(), *both.reference.parameters()):
             (param.to_local() if isinstance(param, DTensor) else param).mul_(0.5)
 
 
-WRITES: dict[str, Callable[[ParallelFlat], None]] = {
+WRITES: dict[str, Callable[[Differential], None]] = {
     "summon": _summon_and_halve,
     "load": _load,
     "apply": _apply,
     "write": lambda both: both.scale_params(0.5),
     "local": _write_locally,
-    "step": ParallelFlat.step,
+    "step": Differential.step,
 }
 
 
 @varied(
     strategy=STRATEGIES,
-    use_orig_params=[True, False],
+    api=["FSDP", "FSDP flat"],
     write=list(WRITES),
     options=list(OPTIONS),
 )
 @distributed(world_size=4)
 def test_after_a_forward_whose_loss_is_dropped(
-    strategy: str, use_orig_params: bool, write: str, options: str
+    strategy: str, api: str, write: str, options: str
 ) -> None:
     """What writes there works on the shards, and nothing is lost."""
     with groups_destroyed():
-        both = make(strategy, use_orig_params, options)
+        both = make(strategy, api, options)
         both.forward()
         WRITES[write](both)
         both.train(2)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
 )
-from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, StateDictType
+from torch.distributed.fsdp import MixedPrecision, StateDictType
 from torch.distributed.tensor import DTensor
 
 from fsdp_c import FullyShardedDataParallel as FSDP
@@ -23,10 +23,9 @@ from helpers.seeds import seeded
 from helpers.shared_folder import shared_folder
 from helpers.state_dicts import whole_state
 from helpers.tensor_parallel import (
-    MAKERS,
-    ParallelFlat,
     ParallelModel,
-    make_flat,
+    make,
+    make_both,
     parallelize,
     shared_step,
     tokens,
@@ -40,15 +39,15 @@ def assert_equal(actual: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.bookkeeping
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("api", ["FSDP", "FSDP flat"])
 @pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
 @distributed(world_size=4)
-def test_state_dicts(use_orig_params: bool, kind: str) -> None:
+def test_state_dicts(api: str, kind: str) -> None:
     """DTensors on the tensor parallel mesh, or on the mesh of both, and back."""
     with groups_destroyed():
         torch.manual_seed(0)
         reference = ParallelModel(hidden=7)
-        model = make_flat(2, 2, use_orig_params=use_orig_params)
+        model = make(api, 2, 2)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         FSDP.set_state_dict_type(model, StateDictType[kind])
         state = model.state_dict()
@@ -65,7 +64,7 @@ def test_state_dicts(use_orig_params: bool, kind: str) -> None:
         assert moment.shape == reference.blocks[0].up.weight.shape
         loss = shared_step(model, optimizer, seed=1)
         after = whole_state(model.state_dict())
-        other = make_flat(2, 2, use_orig_params=use_orig_params, seed=1)
+        other = make(api, 2, 2, seed=1)
         FSDP.set_state_dict_type(other, StateDictType[kind])
         other_optimizer = torch.optim.AdamW(other.parameters(), lr=0.01)
         # The meshes differ in their names only.
@@ -102,6 +101,13 @@ def moved(value: Any, like: Any) -> Any:
     )
 
 
+def made(kind: str, *shape: int, **options: Any) -> Any:
+    """Return a model of an API, or a replicated one."""
+    if kind == "NO_SHARD":
+        return make("FSDP", *shape, strategy=kind, **options)
+    return make(kind, *shape, **options)
+
+
 @pytest.mark.bookkeeping
 @pytest.mark.parametrize("shape", [(1, 4), (2, 2), (4, 1)])
 @pytest.mark.parametrize(
@@ -123,14 +129,14 @@ def test_own_checkpoint_at_another_shape(
 ) -> None:
     """fsdp_c.checkpoint at other shapes and of the other API, optimizer included."""
     with groups_destroyed(), shared_folder() as folder:
-        model = MAKERS[saved](2, 2)
+        model = made(saved, 2, 2)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         shared_step(model, optimizer, seed=0)
         path = Path(folder) / "checkpoint"
         checkpoint.save(path, model, optimizer)
         expected = whole_state(get_model_state_dict(model))
         loss = shared_step(model, optimizer, seed=1)
-        other = MAKERS[loaded](*shape, seed=1)
+        other = made(loaded, *shape, seed=1)
         optimizer = torch.optim.AdamW(other.parameters(), lr=0.5)
         if loaded != "FSDP flat":  # memory of a state that goes
             shared_step(other, optimizer, seed=3)
@@ -143,9 +149,7 @@ def test_own_checkpoint_at_another_shape(
 def test_summon_apply_and_sync(rank: int, world_size: int) -> None:
     """Writes through DTensors are kept; rank 0's values reach its group."""
     with groups_destroyed():
-        model = make_flat(
-            2, 2, sync_module_states=True, seed=rank, use_orig_params=True
-        )
+        model = make("FSDP", 2, 2, sync_module_states=True, seed=rank)
         with FSDP.summon_full_params(model):
             whole = {n: p.to_local().clone() for n, p in model.named_parameters()}
             gathered = objects_of_all_ranks(whole)
@@ -163,22 +167,15 @@ def test_summon_apply_and_sync(rank: int, world_size: int) -> None:
 
 
 @varied(
-    use_orig_params=[True, False],
+    api=["FSDP", "FSDP flat"],
     strategy=["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"],
     how=["none", "other", "in place"],
 )
 @distributed(world_size=4)
-def test_gradients_set_in_a_summon(
-    use_orig_params: bool, strategy: str, how: str
-) -> None:
+def test_gradients_set_in_a_summon(api: str, strategy: str, how: str) -> None:
     """They are kept, as those of plain parameters are."""
     with groups_destroyed():
-        both = ParallelFlat(
-            2,
-            2,
-            use_orig_params=use_orig_params,
-            sharding_strategy=ShardingStrategy[strategy],
-        )
+        both = make_both(api, 2, 2, strategy=strategy)
         both.forward_backward()
         with FSDP.summon_full_params(both.model, with_grads=True):
             for param in both.model.parameters():
@@ -197,23 +194,18 @@ def test_gradients_set_in_a_summon(
 
 
 @varied(
-    use_orig_params=[True, False],
+    api=["FSDP", "FSDP flat"],
     strategy=["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"],
     quiet=[True, False],
 )
 @distributed(world_size=4)
 def test_summon_while_gradients_accumulate(
-    use_orig_params: bool, strategy: str, quiet: bool
+    api: str, strategy: str, quiet: bool
 ) -> None:
     """Those that are not reduced are of reduce_dtype; sharded ones are not shown."""
     with groups_destroyed():
-        both = ParallelFlat(
-            2,
-            2,
-            use_orig_params=use_orig_params,
-            sharding_strategy=ShardingStrategy[strategy],
-            mixed_precision=MixedPrecision(reduce_dtype=torch.float32),
-        )
+        precision = MixedPrecision(reduce_dtype=torch.float32)
+        both = make_both(api, 2, 2, strategy=strategy, mixed_precision=precision)
         both.tolerance = 1e-4
         with both.model.no_sync() if quiet else nullcontext():
             both.forward_backward()
@@ -235,7 +227,7 @@ def test_summon_while_gradients_accumulate(
 def test_refusals() -> None:
     """A copy, and a mesh of another mesh."""
     with groups_destroyed():
-        model = make_flat(1, 2)
+        model = make("FSDP flat", 1, 2)
         with pytest.raises(RuntimeError, match="cannot be copied"):
             copy.deepcopy(model)
         _, tp = two_meshes(1, 2)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -211,26 +212,29 @@ def shard_by(
     units: Iterable[type[nn.Module]],
     *,
     strategy: str | None = None,
+    mesh: DeviceMesh | None = None,
     keeps_root: bool = False,
     **options: Any,
 ) -> Any:
     """Shard by "FSDP" (with original parameters), "FSDP flat" or "fully_shard".
 
-    ``fully_shard`` reshards where ``strategy`` is FULL_SHARD. With ``keeps_root`` the
-    root does not, so what autograd saved of its parameters is there in backward.
-    ``options`` go to the wrapper or to ``fully_shard``.
+    ``fully_shard`` reshards where ``strategy`` does. With ``keeps_root`` the root does
+    not, so what autograd saved of its parameters is there in backward. ``options`` go
+    to the wrapper or to ``fully_shard``.
     """
     if api != "fully_shard":
         return fsdp(
             module,
             units=units,
             strategy=strategy,
+            device_mesh=mesh,
             use_orig_params=api == "FSDP",
             **options,
         )
-    is_default = strategy is None or (keeps_root and strategy == "FULL_SHARD")
-    reshards = None if is_default else strategy == "FULL_SHARD"
-    return shard_units(module, units, reshard_after_forward=reshards, **options)
+    reshards = strategy in ("FULL_SHARD", "HYBRID_SHARD")
+    if strategy is not None and not (keeps_root and reshards):
+        options["reshard_after_forward"] = reshards
+    return shard_units(module, units, mesh=mesh, **options)
 
 
 def in_either_api(

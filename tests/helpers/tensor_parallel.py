@@ -1,6 +1,5 @@
 """Models on a mesh of data and tensor parallel ranks, beside the unsharded ones."""
 
-import functools
 import itertools
 import math
 import random
@@ -12,7 +11,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -24,12 +22,12 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from fsdp_c import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from fsdp_c import FullyShardedDataParallel
 from helpers.groups import device_under_test, kept_mesh
 from helpers.models import VOCAB, Inputs
 from helpers.random_models import Node
 from helpers.reference import Differential, clean_name, sgd
-from helpers.rows import Rows, whole_of
+from helpers.rows import TOLERANCE, Rows, in_either_api, shard_by, whole_of
 from helpers.seeds import seeded
 
 
@@ -234,46 +232,23 @@ def two_meshes(
     return mesh["replicas", "dp"], mesh["tp"]
 
 
-def shard_blocks(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Any:
-    """Call ``fully_shard`` on the blocks, then on the model."""
-    for module in model.modules():
-        if isinstance(module, ParallelBlock):
-            fully_shard(module, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
-
-
-def make_rows(
-    num_dp: int, num_tp: int, *, hidden: int = 7, seed: int = 0, **options: Any
+def make(
+    api: str,
+    num_dp: int,
+    num_tp: int,
+    *,
+    hidden: int = 7,
+    seed: int = 0,
+    **options: Any,
 ) -> Any:
-    """Return a model of ``fully_shard`` over the mesh, of values by ``seed``."""
-    dp, tp = two_meshes(num_dp, num_tp)
-    torch.manual_seed(seed)
-    return shard_blocks(parallelize(ParallelModel(hidden=hidden), tp), dp, **options)
+    """Return a model of either API over the mesh, of values by ``seed``.
 
-
-def make_flat(
-    num_dp: int, num_tp: int, *, hidden: int = 7, seed: int = 0, **options: Any
-) -> Any:
-    """Return the same of ``FullyShardedDataParallel``."""
+    ``options`` go to :func:`helpers.rows.shard_by`.
+    """
     dp, tp = two_meshes(num_dp, num_tp)
     torch.manual_seed(seed)
     model = parallelize(ParallelModel(hidden=hidden), tp)
-    policy = ModuleWrapPolicy({ParallelBlock})
-    return FullyShardedDataParallel(
-        model, device_mesh=dp, auto_wrap_policy=policy, **options
-    )
-
-
-MAKERS: dict[str, Callable[..., Any]] = {
-    "FSDP": functools.partial(make_flat, use_orig_params=True),
-    "FSDP flat": functools.partial(make_flat, use_orig_params=False),
-    "NO_SHARD": functools.partial(
-        make_flat,
-        use_orig_params=True,
-        sharding_strategy=ShardingStrategy.NO_SHARD,
-    ),
-    "fully_shard": make_rows,
-}
+    return shard_by(api, model, {ParallelBlock}, mesh=dp, **options)
 
 
 def shared_step(
@@ -293,65 +268,39 @@ def place_in(dp: DeviceMesh) -> tuple[int, int]:
     return int((dp.mesh == dist.get_rank()).flatten().nonzero()), dp.size()
 
 
-class ParallelRows(Rows):
-    """A model over (dp, tp) under ``fully_shard`` and the unsharded one, in fp64."""
-
-    def __init__(
-        self,
-        num_dp: int,
-        num_tp: int,
-        *,
-        num_replicas: int | None = None,
-        build: Callable[[], nn.Module] = ParallelModel,
-        optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = sgd,
-        **options: Any,
-    ) -> None:
-        """Build both; ``options`` go to ``fully_shard``."""
-        self.dp, self.tp = two_meshes(num_dp, num_tp, num_replicas)
-        super().__init__(
-            build,
-            lambda model: shard_blocks(parallelize(model, self.tp), self.dp, **options),
-            tokens,
-            optimizer=optimizer,
-        )
-        self.rank, self.world_size = place_in(self.dp)
-
-
-class ParallelFlat(Differential):
-    """The same under FullyShardedDataParallel."""
-
-    def __init__(
-        self,
-        num_dp: int,
-        num_tp: int,
-        *,
-        num_replicas: int | None = None,
-        build: Callable[[], nn.Module] = ParallelModel,
-        optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = sgd,
-        use_orig_params: bool = True,
-        **options: Any,
-    ) -> None:
-        """Build both; ``options`` go to the constructor."""
-        self.dp, self.tp = two_meshes(num_dp, num_tp, num_replicas)
-        super().__init__(
-            lambda: build().double(),
-            lambda model: FullyShardedDataParallel(
-                parallelize(model, self.tp),
-                device_mesh=self.dp,
-                auto_wrap_policy=ModuleWrapPolicy({ParallelBlock}),
-                use_orig_params=use_orig_params,
-                **options,
-            ),
-            tokens,
-            use_orig_params=use_orig_params,
-            optimizer=optimizer,
-            tolerance=1e-8,
-        )
-        self.rank, self.world_size = place_in(self.dp)
+class Summoned(Differential):
+    """FSDP1's model over tensor parallel parameters: whole ones are summoned."""
 
     def gather(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return whole parameters and gradients, from summoned DTensors."""
         return gather_summoned(self.model)
+
+
+def make_both(
+    api: str,
+    num_dp: int,
+    num_tp: int,
+    *,
+    num_replicas: int | None = None,
+    build: Callable[[], nn.Module] = ParallelModel,
+    optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = sgd,
+    **options: Any,
+) -> Differential:
+    """Return a model over (dp, tp) and the unsharded one, in fp64; see :func:`make`."""
+    dp, tp = two_meshes(num_dp, num_tp, num_replicas)
+    both = in_either_api(
+        api,
+        build,
+        (),
+        tokens,
+        optimizer=optimizer,
+        shard=lambda model: shard_by(
+            api, parallelize(model, tp), {ParallelBlock}, mesh=dp, **options
+        ),
+        kinds=(Summoned, Rows),
+    )
+    both.tolerance = TOLERANCE
+    both.rank, both.world_size = place_in(dp)
+    return both
 
 
 def train_and_check(both: Differential) -> None:
