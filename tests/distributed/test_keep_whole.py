@@ -318,7 +318,7 @@ def test_what_lies_whole_does_not_travel(make: Any) -> None:
     def exchange(*_: Any) -> None:
         raise AssertionError("something travels")
 
-    run = Run("fsdp1", make, matrices, keep=matrices)
+    run = Run("FSDP", make, matrices, keep=matrices)
     memory = {
         shard.untyped_storage().data_ptr()
         for module in FSDP.fsdp_modules(run.model)
@@ -360,7 +360,7 @@ def test_some_travel_and_some_do_not() -> None:
     def keep(name: str, shape: torch.Size) -> bool:
         return is_hidden(name, shape) and ".0." in name
 
-    run = Run("fsdp1", TensorNorm, keep=keep)
+    run = Run("FSDP", TensorNorm, keep=keep)
     run.train(3)
     assert {each.travels for each in run.optimizer._dealt.wholes} == {True, False}
     state = run.optimizer.state_dict()
@@ -373,7 +373,7 @@ def test_wholes_on_replicas() -> None:
     """Both replicas step some of what they have, and pass it on."""
     with hybrid_groups(2, 2) as groups:
         run = Run(
-            "fsdp1",
+            "FSDP",
             TensorNorm,
             keep=matrices,
             process_group=groups,

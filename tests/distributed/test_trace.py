@@ -262,7 +262,7 @@ def test_other_things_that_a_step_does() -> None:
     assert "clip_grad_norm_" in timeline.summary()
 
 
-@pytest.mark.parametrize("api", ["fsdp1", "fully_shard"])
+@pytest.mark.parametrize("api", ["FSDP", "fully_shard"])
 @distributed(world_size=2)
 def test_rounds_of_whole_parameters(
     api: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -52,14 +52,14 @@ from helpers.whole_runs import (
 
 
 @pytest.mark.parametrize("optimizer", ANY_SHAPE)
-@pytest.mark.parametrize("api", ["fsdp1", "fully_shard"])
+@pytest.mark.parametrize("api", ["FSDP", "fully_shard"])
 @distributed(world_size=(2, 3, 4))
 def test_equal_to_the_unsharded_optimizer(api: str, optimizer: str) -> None:
     """To the bit, for optimizers of parameters of any shape."""
     Run(api, ANY_SHAPE[optimizer]).train(3)
 
 
-@pytest.mark.parametrize("api", ["fsdp1", "fully_shard"])
+@pytest.mark.parametrize("api", ["FSDP", "fully_shard"])
 @distributed(world_size=(2, 3, 4))
 def test_muon_beside_adamw(api: str) -> None:
     """Muon for the hidden matrices and AdamW for the rest, in one optimizer."""
@@ -79,10 +79,10 @@ def test_muon_beside_adamw(api: str) -> None:
 @distributed(world_size=(2, 4))
 def test_a_flat_parameter_is_stepped_in_its_parts() -> None:
     """With use_orig_params=False all parameters of a unit have to be chosen."""
-    model = shard("flat", build())
+    model = shard("FSDP flat", build())
     with pytest.raises(ValueError, match="lies in a flat parameter with others"):
         whole_parameter_optimizer(model, muon, is_hidden)
-    Run("flat", TensorNorm).train(3)
+    Run("FSDP flat", TensorNorm).train(3)
 
 
 @pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD"])
@@ -90,9 +90,9 @@ def test_a_flat_parameter_is_stepped_in_its_parts() -> None:
 def test_strategies(strategy: str) -> None:
     """Without resharding, and where each rank has the whole already."""
     options = {"sharding_strategy": ShardingStrategy[strategy]}
-    Run("fsdp1", TensorNorm, **options).train(3)
+    Run("FSDP", TensorNorm, **options).train(3)
     if dist.get_world_size() == 2:
-        Run("flat", Shampoo, **options).train(3)
+        Run("FSDP flat", Shampoo, **options).train(3)
 
 
 @distributed(world_size=4)
@@ -100,7 +100,7 @@ def test_replicas_do_nothing_twice() -> None:
     """One owner over all replicas, in either API."""
     with hybrid_groups(2, 2) as (shards, replicas):
         run = Run(
-            "fsdp1",
+            "FSDP",
             TensorNorm,
             process_group=(shards, replicas),
             sharding_strategy=ShardingStrategy.HYBRID_SHARD,
@@ -117,7 +117,7 @@ def test_replicas_do_nothing_twice() -> None:
 @distributed(world_size=2)
 def test_offloaded_shards() -> None:
     """Shards, gradients and owners' states in host memory."""
-    Run("fsdp1", TensorNorm, cpu_offload=CPUOffload(offload_params=True)).train(3)
+    Run("FSDP", TensorNorm, cpu_offload=CPUOffload(offload_params=True)).train(3)
     Run("fully_shard", TensorNorm, offload_policy=CPUOffloadPolicy()).train(3)
 
 
@@ -131,7 +131,7 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 @distributed(world_size=(2, 3))
 def test_schedules_clipping_accumulation_and_a_scaler() -> None:
     """Everything that acts on sharded gradients or on options acts before."""
-    run = Run("fsdp1", sgd)
+    run = Run("FSDP", sgd)
     optimizers = (run.optimizer, *run.plain_optimizers)
     schedulers = [torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in optimizers]
     scaler = torch.amp.GradScaler(TEST_DEVICE, init_scale=4.0)
@@ -155,7 +155,7 @@ def test_schedules_clipping_accumulation_and_a_scaler() -> None:
     assert run.optimizer.optimizer.param_groups[0]["lr"] == 0.1 / 4  # of the last step
 
 
-@pytest.mark.parametrize("api", ["fsdp1", "fully_shard"])
+@pytest.mark.parametrize("api", ["FSDP", "fully_shard"])
 @distributed(world_size=2)
 def test_groups_with_options_of_their_own(api: str) -> None:
     """Groups are chosen by function or by name; one is of frozen parameters."""
@@ -184,7 +184,7 @@ def test_groups_with_options_of_their_own(api: str) -> None:
 @distributed(world_size=3)
 def test_a_parameter_that_one_rank_uses(rank: int) -> None:
     """It is stepped on its owner, whichever rank that is; one that none uses is not."""
-    run = Run("fsdp1", TensorNorm)
+    run = Run("FSDP", TensorNorm)
     for number in range(3):
         run.optimizer.zero_grad()
         run.backward(number)
@@ -201,7 +201,7 @@ def test_a_parameter_that_one_rank_uses(rank: int) -> None:
 
 @distributed(world_size=2)
 def test_a_closure_runs_before_the_step() -> None:
-    run = Run("fsdp1", sgd)
+    run = Run("FSDP", sgd)
 
     def closure() -> float:
         run.optimizer.zero_grad()
@@ -214,7 +214,7 @@ def test_a_closure_runs_before_the_step() -> None:
     run.check()
 
 
-@pytest.mark.parametrize("api", ["fsdp1", "fully_shard"])
+@pytest.mark.parametrize("api", ["FSDP", "fully_shard"])
 @distributed(world_size=2)
 def test_wholes_are_there_in_rounds_only(
     monkeypatch: pytest.MonkeyPatch, api: str
@@ -238,7 +238,7 @@ def test_wholes_are_there_in_rounds_only(
     total = sum(param.numel() for param in run.plain.parameters())
     mine = [whole for whole in run.optimizer._dealt.wholes if whole.is_mine]
     at_home = sum(each.shape.numel() for each in mine if not each.travels)
-    assert (at_home > 0) == (api == "fsdp1")
+    assert (at_home > 0) == (api == "FSDP")
     assert len(seen) == 2 * run.optimizer._dealt.num_rounds >= 4
     # A round and the largest parameter.
     assert max(seen) <= 12 * 12 + 13 * 12 + at_home
@@ -248,7 +248,7 @@ def test_wholes_are_there_in_rounds_only(
         assert shown.isnan().all()
 
 
-@pytest.mark.parametrize("api", ["fsdp1", "fully_shard"])
+@pytest.mark.parametrize("api", ["FSDP", "fully_shard"])
 @distributed(world_size=(2, 3))
 def test_the_next_round_is_under_way(monkeypatch: pytest.MonkeyPatch, api: str) -> None:
     """Where exchanges run beside the host: as gloo's do, so values show it here."""
@@ -346,7 +346,7 @@ class NeedsClosure(torch.optim.SGD):
 @distributed(world_size=2)
 def test_refused(rank: int) -> None:
     """By name, and before anything is changed."""
-    model = shard("fsdp1", build())
+    model = shard("FSDP", build())
 
     def refuses(error: type[Exception], match: str, *args: Any, **kwargs: Any) -> None:
         with pytest.raises(error, match=match):
@@ -374,7 +374,7 @@ def test_refused(rank: int) -> None:
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
     with pytest.raises(RuntimeError, match="train without capture_step"):
         check_optimizer(optimizer, torch.device(TEST_DEVICE))
-    other = shard("fsdp1", build())
+    other = shard("FSDP", build())
     with pytest.raises(ValueError, match="make it without optimizer_in_backward"):
         optimizer_in_backward(other, lambda _: whole_parameter_optimizer(other, sgd))
     optimizer_in_backward(other, sgd)
@@ -389,7 +389,7 @@ def test_an_optimizer_that_fails_names_rank_and_parameters(rank: int) -> None:
                 raise ArithmeticError("no inverse")
             super().step(closure)
 
-    run = Run("fsdp1", lambda params: Failing(params, lr=0.1))
+    run = Run("FSDP", lambda params: Failing(params, lr=0.1))
     run.backward(0)
     if rank == 1:
         match = r"Failing failed on rank 1, which stepped the parameters .*no inverse"
@@ -423,12 +423,12 @@ BUILDERS: dict[str, Callable[[str], Run]] = {
 @distributed(world_size=(2, 3, 4))
 def test_full_state_dicts_are_the_unsharded_optimizers(case: str) -> None:
     """Names, shapes and values; loaded again, training goes on to the bit."""
-    run = BUILDERS[case]("fsdp1")
+    run = BUILDERS[case]("FSDP")
     run.train(2)
     with FSDP.state_dict_type(run.model, StateDictType.FULL_STATE_DICT):
         saved = FSDP.optim_state_dict(run.model, run.optimizer)
     assert_states(saved["state"], plain_states(run))
-    other = BUILDERS[case]("fsdp1")
+    other = BUILDERS[case]("FSDP")
     copy_values(run, other)
     loaded = FSDP.optim_state_dict_to_load(other.model, other.optimizer, saved)
     other.optimizer.load_state_dict(loaded)
@@ -453,14 +453,14 @@ def test_torch_distributed_checkpoint(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", BUILDERS)
-@pytest.mark.parametrize("api", ["fsdp1", "fully_shard"])
+@pytest.mark.parametrize("api", ["FSDP", "fully_shard"])
 @distributed(world_size=3)
 def test_fsdp_c_checkpoint(tmp_path: Path, api: str, case: str) -> None:
     """Saved and loaded by fsdp_c, in the other API, too."""
     run = BUILDERS[case](api)
     run.train(2)
     checkpoint.save(tmp_path / "c", run.model, run.optimizer)
-    for other_api in ("fsdp1", "fully_shard"):
+    for other_api in ("FSDP", "fully_shard"):
         other = BUILDERS[case](other_api)
         copy_values(run, other)
         checkpoint.load(tmp_path / "c", other.model, other.optimizer)
@@ -470,14 +470,14 @@ def test_fsdp_c_checkpoint(tmp_path: Path, api: str, case: str) -> None:
 @distributed(world_size=4)
 def test_resume_at_another_number_of_ranks(rank: int, tmp_path: Path) -> None:
     """4 ranks save, 2 and 3 go on, in the other API."""
-    run = BUILDERS["shampoo"]("fsdp1")
+    run = BUILDERS["shampoo"]("FSDP")
     run.train(2)
     checkpoint.save(tmp_path / "c", run.model, run.optimizer)
     expected = plain_states(run)
     for size in (2, 3):
         group = dist.new_group(list(range(size)))
         if rank < size:
-            other = Run("fsdp1", Shampoo, process_group=group)
+            other = Run("FSDP", Shampoo, process_group=group)
             checkpoint.load(
                 tmp_path / "c", other.model, other.optimizer, process_group=group
             )

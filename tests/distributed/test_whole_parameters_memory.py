@@ -43,7 +43,7 @@ def _peak_of_a_step(model: Any, optimizer: torch.optim.Optimizer) -> int:
 
 
 @pytest.mark.cpu_only("counts torch's CPU allocator")
-@pytest.mark.parametrize("api", ["fsdp1", "fully_shard"])
+@pytest.mark.parametrize("api", ["FSDP", "fully_shard"])
 @distributed(world_size=(2, 4))
 def test_a_step_takes_two_batches(api: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than AdamW's: twice the values and gradients of a round, packed or not."""
@@ -83,7 +83,7 @@ class Blocks(nn.Sequential):
         )
 
 
-@pytest.mark.parametrize("api", ["fsdp1", "fully_shard"])
+@pytest.mark.parametrize("api", ["FSDP", "fully_shard"])
 @distributed(world_size=(2, 3, 4))
 def test_state_is_dealt_out(world_size: int, api: str) -> None:
     """Each rank has its part of the unsharded optimizer's state, within 5 %."""

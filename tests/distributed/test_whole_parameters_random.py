@@ -4,7 +4,6 @@ FSDP_C_RANDOM_FIRST=123 FSDP_C_RANDOM_CASES=1 pytest ...         # one of them
 """
 
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from helpers.distributed import TEST_DEVICE, run_task
 from helpers.groups import groups_destroyed
-from helpers.impl import FSDP, ShardingStrategy, StateDictType
+from helpers.impl import FSDP, StateDictType
 from helpers.matrix_optimizers import ANY_SHAPE, muon
 from helpers.random_programs import batches_of
 from helpers.whole_runs import Run, assert_states, copy_values, plain_states
@@ -52,15 +51,11 @@ def is_matrix(name: str, shape: torch.Size) -> bool:
 def draw_run(seed: int) -> tuple[Run, str]:
     """Return the run of a seed, and what it is in words; each time a new one."""
     numbers = random.Random(seed)
-    api = numbers.choice(["fsdp1", "fsdp1", "fully_shard"])
+    api = numbers.choice(["FSDP", "FSDP", "fully_shard"])
     name = numbers.choice(list(MAKERS))
     is_mixed = name == "muon" or numbers.random() < 0.4
-    options: dict[str, Any] = {}
-    if api == "fsdp1":
-        strategies = ["FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
-        options["sharding_strategy"] = ShardingStrategy[numbers.choice(strategies)]
-    else:
-        options["reshard_after_forward"] = numbers.random() < 0.5
+    strategies = ["FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
+    strategy = numbers.choice(strategies)
     shape_seed = numbers.randrange(2**32)
 
     def build() -> nn.Module:
@@ -73,9 +68,9 @@ def draw_run(seed: int) -> tuple[Run, str]:
         is_matrix if is_mixed else None,
         rest=(lambda params: torch.optim.AdamW(params, lr=0.01)) if is_mixed else None,
         build=build,
-        **options,
+        strategy=strategy,
     )
-    return run, f"{api} {options} {name} {'and AdamW' if is_mixed else ''}"
+    return run, f"{api} {strategy} {name} {'and AdamW' if is_mixed else ''}"
 
 
 def run_case(rank: int, world_size: int, seed: int) -> None:

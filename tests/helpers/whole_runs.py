@@ -7,16 +7,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_c import fully_shard, keep_whole, whole_parameter_optimizer
+from fsdp_c import keep_whole, whole_parameter_optimizer
 from helpers.distributed import TEST_DEVICE
-from helpers.impl import FSDP, fsdp
+from helpers.impl import FSDP
 from helpers.reference import clean_name
+from helpers.rows import shard_by
 
 Make = Callable[[Any], torch.optim.Optimizer]
-APIS = ("fsdp1", "flat", "fully_shard")
 
 
 class Net(nn.Module):
@@ -50,17 +49,8 @@ def build() -> Net:
 
 
 def shard(api: str, model: nn.Module, **options: Any) -> Any:
-    """Return ``model`` with units; ``api`` is one of APIS."""
-    if api == "fully_shard":
-        for block in model.blocks:
-            fully_shard(block, **options)
-        return fully_shard(model, **options)
-    return fsdp(
-        model,
-        auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),
-        use_orig_params=api == "fsdp1",
-        **options,
-    )
+    """Return ``model`` with its blocks as units, by one of helpers.rows.APIS."""
+    return shard_by(api, model, {nn.Sequential}, **options)
 
 
 def wholes_of(model: Any, *, grads: bool = False) -> dict[str, Tensor | None]:
@@ -98,7 +88,7 @@ class Run:
     ) -> None:
         # The gradients of flat parameters cannot be seen whole: all ranks have the
         # same data, so that the unsharded model has the same gradients of its own.
-        self.has_same_data = api == "flat"
+        self.has_same_data = api == "FSDP flat"
         self.plain = build()
         if {"cpu_offload", "offload_policy"} & set(options):
             self.plain.cpu()  # the host's optimizer rounds otherwise
