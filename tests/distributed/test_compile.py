@@ -19,7 +19,7 @@ from helpers.distributed import TEST_DEVICE, distributed
 from helpers.impl import MixedPrecision, ShardingStrategy, fsdp
 from helpers.models import MLP, Block, TransformerBlock, loss_of, vectors
 from helpers.reference import Differential
-from helpers.rows import Rows, shard_units
+from helpers.rows import Rows, in_either_api, shard_units
 from helpers.seeds import seeded
 
 TIMEOUT_S = 240.0
@@ -177,8 +177,8 @@ def test_evaluation_between_steps() -> None:
 @pytest.mark.parametrize(
     "api",
     [
-        "original parameters",
-        pytest.param("flat parameters", marks=pytest.mark.only_full),
+        "FSDP",
+        pytest.param("FSDP flat", marks=pytest.mark.only_full),
         pytest.param("fully_shard", marks=pytest.mark.only_full),
     ],
 )
@@ -187,11 +187,7 @@ def test_inductor(api: str) -> None:
     """Compiled kernels read and write the unsharded memory of every step."""
     with _dynamo():
         counter = _counter("inductor")
-        if api == "fully_shard":
-            both: Differential = Rows.of("mlp")
-        else:
-            is_flat = api == "flat parameters"
-            both = Differential.of_model("mlp", use_orig_params=not is_flat)
+        both = in_either_api(api, MLP, {Block}, strategy=None)
         _compile_blocks(both, counter)
         _train_compiled(both, counter)
         del both
