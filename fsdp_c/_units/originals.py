@@ -158,11 +158,15 @@ class Originals:
         modules that override ``__setattr__`` see them. Here each attribute is set to
         the object that it holds already.
         """
+        is_hidden = self._hides and self._num_shows == 0
         for use in self.uses:
-            if use.module in self.listeners:
-                setattr(use.module, use.name, self.parallel.shown(use.param))
-        if self._hides and self._num_shows == 0:
-            self._arrange()
+            if use.module not in self.listeners:
+                continue
+            shown = self.parallel.shown(use.param)
+            setattr(use.module, use.name, shown)
+            registered = use.module._parameters
+            if is_hidden and registered.get(use.name) is shown:
+                vars(use.module)[use.name] = registered.pop(use.name)
         return module(*args, **kwargs)
 
     def _watch(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
 )
@@ -18,6 +18,7 @@ from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import checkpoint
 from helpers.distributed import distributed, varied
 from helpers.groups import groups_destroyed
+from helpers.models import VOCAB
 from helpers.reference import objects_of_all_ranks
 from helpers.seeds import seeded
 from helpers.shared_folder import shared_folder
@@ -29,6 +30,7 @@ from helpers.tensor_parallel import (
     parallelize,
     shared_step,
     tokens,
+    train_and_check,
     two_meshes,
 )
 
@@ -221,6 +223,45 @@ def test_summon_while_gradients_accumulate(
         both.forward_backward()
         both.checked_step()
         del both, param, grad
+
+
+class _Recurrent(nn.LSTM):
+    """A residual layer; nn.LSTM keeps lists of what is set on it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)[0]
+
+
+class _Listener(nn.Linear):
+    """Counts what is set on it."""
+
+    num_set = 0
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        vars(self)["num_set"] = self.num_set + 1
+        super().__setattr__(name, value)
+
+
+class _WithListeners(ParallelModel):
+    """One of them is cut, the other is not."""
+
+    def __init__(self) -> None:
+        super().__init__(dim := 6)
+        self.blocks.append(_Recurrent(dim, dim))
+        self.head = _Listener(dim, VOCAB - 1, bias=False)
+
+
+@varied(api=["FSDP", "FSDP flat"], strategy=["FULL_SHARD", "SHARD_GRAD_OP"])
+@distributed(world_size=4)
+def test_modules_with_a_setattr_of_their_own(api: str, strategy: str) -> None:
+    """Parameters are set on them in each forward, as without tensor parallelism."""
+    with groups_destroyed():
+        both = make_both(api, 2, 2, build=_WithListeners, strategy=strategy)
+        train_and_check(both)
+        before = both.model.head.num_set
+        both.train(1)
+        assert both.model.head.num_set > before
+        del both
 
 
 @distributed(world_size=2)

@@ -274,8 +274,6 @@ def _draw_common(
     without = {*api.without}
     if draw.chance(0.75) or precision != "none":
         without.add("single")
-    if api is FSDP1 and num_tp is not None:
-        without.add("lstm")  # not over flat parameters
     if precision != "none":
         without.add("complex")
     children = (_draw_spec(draw, 3, without) for _ in range(draw.randint(1, 4)))
