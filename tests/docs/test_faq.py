@@ -1,6 +1,7 @@
 """The messages of fsdp_c that docs/guide/faq.md quotes are those that it raises."""
 
 import contextlib
+import copy
 import re
 import sys
 import warnings
@@ -13,8 +14,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
+from torch.utils.checkpoint import checkpoint
 
+from fsdp_c import fully_shard
 from helpers.distributed import distributed
 from helpers.doc_pages import blocks_of
 from helpers.impl import FSDP, fsdp
@@ -276,6 +284,74 @@ def test_gradients_of_gradients_fail() -> None:
     (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError):
         grad.square().sum().backward()
+
+
+@distributed(world_size=2, device="cpu")
+def test_what_a_forward_writes_is_dropped() -> None:
+    """With both APIs, as in torch's."""
+    for is_flat_api in (True, False):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Embedding(4, 6, max_norm=0.1), nn.Linear(6, 2))
+        before = net[0].weight.detach().clone()
+        model = fsdp(net, auto_wrap_policy=POLICY) if is_flat_api else net
+        if not is_flat_api:
+            fully_shard(model)
+        model(torch.arange(4)).sum().backward()
+        state = model.state_dict()["0.weight"]
+        after = state.full_tensor() if isinstance(state, DTensor) else state
+        assert torch.equal(after, before)
+
+
+@distributed(world_size=2, device="cpu")
+def test_averages_of_models_with_frozen_parameters() -> None:
+    """The parts are equal if the copy was frozen after wrapping, or copied then."""
+
+    def partly_frozen() -> nn.Module:
+        net = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+        net[0].requires_grad_(False)
+        return net
+
+    def parts(model: nn.Module) -> list[torch.Size]:
+        return [param.shape for param in model.parameters()]
+
+    model = fsdp(partly_frozen(), use_orig_params=True)
+    late = fsdp(partly_frozen(), use_orig_params=True).requires_grad_(False)
+    early = fsdp(partly_frozen().requires_grad_(False), use_orig_params=True)
+    assert parts(copy.deepcopy(model)) == parts(late) == parts(model) != parts(early)
+
+
+class Inside(nn.Module):
+    """Recomputes its first layer in backward; its first result may be an output."""
+
+    returns = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(3, 4)
+        self.b = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        self.kept = checkpoint(lambda x: self.a(x).tanh(), x, use_reentrant=False)
+        out: Tensor = self.b(self.kept)
+        return (out, self.kept) if self.returns else out
+
+
+@pytest.mark.parametrize("api", ["FSDP", "fully_shard"])
+@distributed(world_size=2, device="cpu")
+def test_a_loss_of_tensors_from_inside_a_unit(api: str) -> None:
+    inside = Inside()
+    model: nn.Module = nn.Sequential(inside)
+    if api == "FSDP":
+        model = fsdp(model, auto_wrap_policy=ModuleWrapPolicy({Inside}))
+    else:
+        fully_shard(inside)
+        fully_shard(model)
+    x = torch.randn(2, 3, requires_grad=True)
+    model(x)[1].sum().backward()
+    inside.returns = False
+    model(x)
+    with pytest.raises(RuntimeError, match=r"mat2 must be|got mixed torch.Tensor"):
+        inside.kept.sum().backward()
 
 
 @distributed(world_size=2, device="cpu")
