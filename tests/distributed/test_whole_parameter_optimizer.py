@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
@@ -432,6 +433,24 @@ def test_full_state_dicts_are_the_unsharded_optimizers(case: str) -> None:
     copy_values(run, other)
     loaded = FSDP.optim_state_dict_to_load(other.model, other.optimizer, saved)
     other.optimizer.load_state_dict(loaded)
+    other.train(2, first=2)
+
+
+@pytest.mark.parametrize("case", BUILDERS)
+@pytest.mark.parametrize("api", ["FSDP", "fully_shard"])
+@pytest.mark.parametrize("broadcast", [False, True])
+@distributed(world_size=(2, 3))
+def test_full_states_of_torch(rank: int, broadcast: bool, api: str, case: str) -> None:
+    """Whole states are not taken for parts of a parameter; one of the other API."""
+    run = BUILDERS[case]("fully_shard" if api == "FSDP" else "FSDP")
+    run.train(2)
+    options = StateDictOptions(full_state_dict=True)
+    saved = get_optimizer_state_dict(run.model, run.optimizer, options=options)
+    other = BUILDERS[case](api)
+    copy_values(run, other)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    given = {} if broadcast and rank > 0 else saved
+    set_optimizer_state_dict(other.model, other.optimizer, given, options=options)
     other.train(2, first=2)
 
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fsdp_c._native import Placement
 from fsdp_c._state.exchange import ExchangeItem, Move, exchange
 from fsdp_c._state.forms import load_item
 from fsdp_c._state.optim.agreement import gather_reports
-from fsdp_c._state.optim.classes import StateClasses
+from fsdp_c._state.optim.classes import StateClasses, steps_wholes
 from fsdp_c._state.optim.groups import groups_for_optimizer
 from fsdp_c._state.optim.header import (
     Header,
@@ -28,9 +28,10 @@ from fsdp_c._state.optim.header import (
     read_header,
 )
 from fsdp_c._state.optim.keys import ParamKeys, keys_of_either
+from fsdp_c._state.optim.save import WHOLE_STATES
 from fsdp_c._state.optim.states import assemble
 from fsdp_c._state.parts import ParamPart, find_parts
-from fsdp_c._state.sharded_tensors import find_problem
+from fsdp_c._state.sharded_tensors import find_problem, is_sharded
 from fsdp_c._units.base import ShardedModule, sharded_modules
 from fsdp_c._units.collectives import naming_ranks
 from fsdp_c._units.parallel import from_state
@@ -59,6 +60,8 @@ def load(
     """
     parts = find_parts(model)
     state_dict = _localized(state_dict, parts)
+    if steps_wholes(optim):
+        state_dict = _with_whole_states(state_dict, parts)
     optim_keys = keys_of_either(model, optim, optim_input, is_named=is_named)
     modules = list(sharded_modules(model))
 
@@ -109,6 +112,31 @@ def load(
     if groups is not None:
         result["param_groups"] = groups
     return result
+
+
+def _with_whole_states(
+    state_dict: Mapping[str, Any] | None, parts: Mapping[str, ParamPart]
+) -> Mapping[str, Any] | None:
+    """Say which states are whole, as :func:`fsdp_c._state.optim.save.save` does.
+
+    torch.distributed.checkpoint.state_dict passes on states and groups alone. A name is
+    whole for all parameters if it does not fit one of them.
+    """
+    if not isinstance(state_dict, Mapping) or WHOLE_STATES in state_dict:
+        return state_dict
+    given = state_dict.get("state")
+    if not isinstance(given, Mapping):
+        return state_dict
+    states = [(p, given.get(name)) for p in parts.values() for name in p.names]
+    whole = {
+        key
+        for part, state in states
+        if isinstance(state, Mapping)
+        for key, value in state.items()
+        if isinstance(value, Tensor) and value.dim() > 0
+        if not is_sharded(value) and value.shape != part.shape
+    }
+    return {**state_dict, WHOLE_STATES: dict.fromkeys(given, whole)}
 
 
 def _restore_classes(
