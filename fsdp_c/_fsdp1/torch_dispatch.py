@@ -13,14 +13,14 @@ The methods are replaced when fsdp_c wraps its first module, not at import.
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
+from fsdp_c._state.optim.flat_names import show_names_of_flat_states
 from fsdp_c._torch_compat import TorchFSDP, checkpoint_state_dict
 from fsdp_c._units.base import ShardedModule, sharded_modules
 from fsdp_c._units.names import FLAT_PARAM
@@ -60,7 +60,7 @@ def begin(ours: type[ShardedModule], module: object) -> None:
     _refuse_to_wrap_ours()
     _name_what_units_hold()
     _leave_frozen_params_out()
-    _take_states_of_all_ranks()
+    show_names_of_flat_states()
 
 
 def torch_modules(module: nn.Module) -> list[nn.Module]:
@@ -186,47 +186,3 @@ def _leave_frozen_params_out() -> None:
         return state
 
     checkpoint._get_model_state_dict = get_model_state_dict
-
-
-def _take_states_of_all_ranks() -> None:
-    """Let a flat optimizer state dict itself show which states it has.
-
-    torch.distributed.checkpoint.state_dict takes the names that the optimizer has on
-    this rank. After a step it has none for a parameter of which the rank holds nothing,
-    and other ranks need what this rank's rows of it are.
-    """
-    checkpoint = checkpoint_state_dict()
-    original = checkpoint._unflatten_optim_state_dict
-
-    @functools.wraps(original)
-    def unflatten(optim: Any, state_dict: Mapping[str, Any], info: Any) -> Any:
-        if not any(isinstance(each, ShardedModule) for each in info.fsdp_modules):
-            return original(optim, state_dict, info)
-        names = _names_of_states(state_dict, info.fqn_param_mapping)
-        shown = SimpleNamespace(param_groups=optim.param_groups, state=names)
-        return original(shown, state_dict, info)
-
-    checkpoint._unflatten_optim_state_dict = unflatten
-
-
-def _names_of_states(
-    state_dict: Mapping[str, Any], fqns_of: Mapping[Any, Iterable[str]]
-) -> dict[Any, dict[str, None]]:
-    """Return the names of the states of each parameter; keys: ``state.<fqn>.<name>``.
-
-    A state that is a dictionary has a key for each of its values.
-    """
-    names: dict[Any, dict[str, None]] = {}
-    params: dict[str, Any] = {}
-    for param, fqns in fqns_of.items():
-        if isinstance(param, Tensor):
-            names[param] = {}
-            params.update(dict.fromkeys(fqns, param))
-    for key in state_dict:
-        kind, _, fqn = key.partition(".")
-        while kind == "state" and fqn and fqn not in params:
-            fqn = fqn.rpartition(".")[0]
-        if kind == "state" and fqn:
-            name = key.removeprefix(f"state.{fqn}.").partition(".")[0]
-            names[params[fqn]][name] = None
-    return names

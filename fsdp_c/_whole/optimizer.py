@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from fsdp_c._state.optim.flat_names import show_names_of_flat_states
 from fsdp_c._state.parts import ParamPart
 from fsdp_c._units.collectives import on_any_rank
 from fsdp_c._units.owner import owners_in
@@ -139,6 +140,7 @@ class WholeParameterOptimizer(Optimizer):
         rest: Callable[[list[nn.Parameter]], Optimizer] | None,
         cost: Callable[[torch.Size], int],
     ) -> None:
+        show_names_of_flat_states()
         self._model, self._make, self._make_rest, self._cost = model, make, rest, cost
         parts = parts_of(model)
         self._asked = [

@@ -455,19 +455,24 @@ def test_full_states_of_torch(rank: int, broadcast: bool, api: str, case: str) -
 
 
 @pytest.mark.parametrize("case", BUILDERS)
+@pytest.mark.parametrize("flattened", [False, True])
 @distributed(world_size=(2, 3))
-def test_torch_distributed_checkpoint(tmp_path: Path, case: str) -> None:
+def test_torch_distributed_checkpoint(
+    tmp_path: Path, flattened: bool, case: str
+) -> None:
     """Saved and loaded by it into a model that has not begun."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flattened)
     run = BUILDERS[case]("fully_shard")
     run.train(2)
-    saved = get_optimizer_state_dict(run.model, run.optimizer)
-    assert_states(saved["state"], plain_states(run))
+    saved = get_optimizer_state_dict(run.model, run.optimizer, options=options)
+    if not flattened:
+        assert_states(saved["state"], plain_states(run))
     dcp.save(saved, checkpoint_id=str(tmp_path / "dcp"))
     other = BUILDERS[case]("fully_shard")
     copy_values(run, other)
-    wanted = get_optimizer_state_dict(other.model, other.optimizer)
+    wanted = get_optimizer_state_dict(other.model, other.optimizer, options=options)
     dcp.load(wanted, checkpoint_id=str(tmp_path / "dcp"))
-    set_optimizer_state_dict(other.model, other.optimizer, wanted)
+    set_optimizer_state_dict(other.model, other.optimizer, wanted, options=options)
     other.train(2, first=2)
 
 
