@@ -1,14 +1,18 @@
 """Several backwards before a step: no_sync, accumulation outside it, both."""
 
+import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from helpers.distributed import STRATEGIES, distributed, every_strategy, varied
-from helpers.impl import CPUOffload
-from helpers.models import CASES
+from helpers.groups import kept_mesh
+from helpers.impl import FSDP, CPUOffload, fsdp
+from helpers.models import CASES, OneElement
 from helpers.reference import Differential, with_model
 from helpers.rows import APIS, in_either_api
 
@@ -120,3 +124,47 @@ def test_no_sync_does_not_communicate_gradients(
     differential.zero_grad()
     differential.forward_backward()
     differential.check()
+
+
+class _Scaled(nn.Module):
+    """Has two outputs; of one of its units most ranks hold no element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(4, 4)
+        self.scale = OneElement()
+        self.aside = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.inp(x)
+        return self.scale(hidden), self.aside(hidden)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@distributed(world_size=4)
+def test_unit_that_the_last_backward_misses(num_replicas: int) -> None:
+    """Ranks without a gradient of it do not know of the sums that others hold."""
+    torch.manual_seed(0)
+    reference = _Scaled()
+    options: dict[str, Any] = {}
+    if num_replicas > 1:
+        mesh = kept_mesh((num_replicas, 4 // num_replicas), ("replicate", "shard"))
+        options = {"strategy": "HYBRID_SHARD", "device_mesh": mesh}
+    model = fsdp(
+        copy.deepcopy(reference), units={OneElement}, use_orig_params=True, **options
+    )
+    x = torch.randn(3, 4)  # of all ranks
+    for _ in range(2):
+        for step in range(3):
+            synced = nullcontext() if step == 2 else model.no_sync(sharded=True)
+            for each, context in ((reference, nullcontext()), (model, synced)):
+                with context:
+                    scaled, aside = each(x)
+                    loss = aside.square().mean()
+                    if step < 2:
+                        loss = loss + scaled.square().mean()
+                    loss.backward()
+    with FSDP.summon_full_params(model, with_grads=True):
+        grads = [param.grad for param in model.parameters()]
+        expected = [param.grad for param in reference.parameters()]
+        torch.testing.assert_close(grads, expected)

@@ -25,6 +25,9 @@ PRECISIONS: dict[str, tuple[tuple[torch.dtype | None, torch.dtype | None], ...]]
     "mixed": ((torch.float32, DTYPE), (DTYPE, None), (DTYPE, torch.float32)),
 }
 
+# One backward, two of one graph, or the same one twice.
+LOSSES = ("one", "two", "retain")
+
 # Events, by the place in a step.
 INSIDE = ("evaluate", "infer", "reference", "move", "lost_forward")
 AFTER = (*INSIDE, "state", "full_state", "write", "toggle", "freeze", "convert")
@@ -37,8 +40,6 @@ class Api:
     without: tuple[str, ...]
     """Kinds of nodes and precisions that it does not have."""
     syncs: tuple[str, ...]
-    losses: tuple[str, ...]
-    """"one", "two" (two backwards of one graph) or "retain" (the same one twice)."""
     inside: tuple[str, ...]
     """What may happen between a forward and its backward."""
     between: tuple[str, ...]
@@ -52,7 +53,6 @@ FSDP1 = Api(
     # It has no norm of complex gradients, and does not cast what inner units are given.
     without=("complex", "mixed"),
     syncs=("all", "none", "sharded"),
-    losses=("one", "retain"),
     inside=INSIDE,
     between=(*INSIDE, "full_state", "summon", "write"),
     before_step=("move", "state", "full_state", "summon", "write"),
@@ -62,7 +62,6 @@ FSDP1 = Api(
 FULLY_SHARD = Api(
     without=("constant",),  # it refuses scalars
     syncs=("all", "none", "some", "once", "keep"),
-    losses=("one", "two", "retain"),
     inside=(*INSIDE, "reshard", "unshard"),
     between=INSIDE,
     before_step=INSIDE,
@@ -337,7 +336,7 @@ def _draw_step(
         sync=sync,
         num_micro_batches=draw.randint(1 if sync == "all" else 2, 3),
         num_forwards=draw.choice([1, 1, 1, 2, 3]),
-        losses=draw.pick("one", "one", *api.losses),
+        losses=draw.pick("one", "one", *LOSSES),
         inside=draw.pick(*api.inside) if draw.chance(0.5) else "",
         between=draw.pick(*api.between) if draw.chance(0.3) else "",
         before_step=draw.pick(*api.before_step) if draw.chance(0.3) else "",

@@ -275,6 +275,24 @@ static bool fills_unused(const fsdp_unit *unit) {
          !unit->step.was_reduced;
 }
 
+/* A unit that this backward does not reach holds what earlier ones summed.
+ * Where parameters may be unused, all ranks show its gradients, and the marks
+ * of the ranks that used them travel with the zeros. */
+static fsdp_status complete_partial(fsdp_unit *unit, fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  if (!fsdp_unit_priv_has_grads(unit, FSDP_GRADS_PARTIAL)) return FSDP_OK;
+  FSDP_TRY(fsdp_unit_priv_open_grads(unit, error));
+  if (unit->options.finds_unused) {
+    FSDP_TRY(complete_grads(unit, error));
+  } else {
+    unit->step.reduces_parts = false;
+    FSDP_TRY(settle_grads(unit, error));
+    FSDP_TRY(fsdp_unit_priv_reduce_partial(unit, error));
+  }
+done:
+  return status;
+}
+
 /* Completes the units whose expected gradients did not all come: parameters
  * outside this graph, or gradients kept by an earlier no_sync. Last units of
  * the module tree first, as backward goes. */
@@ -301,10 +319,13 @@ static fsdp_status complete_leftovers(fsdp_engine *engine, fsdp_error *error) {
     }
     /* Kept by an earlier no_sync; the user may have cleared them since. */
     FSDP_TRY(enter_backward(unit, error));
+    if (!is_filled && !fsdp_unit_priv_has_unreduced(unit)) {
+      FSDP_TRY(complete_partial(unit, error));
+      continue;
+    }
     if (is_filled || fsdp_unit_priv_has_grads(unit, FSDP_GRADS_PARTIAL)) {
       FSDP_TRY(fsdp_unit_priv_open_grads(unit, error));
     }
-    if (!fsdp_unit_priv_has_unreduced(unit)) continue;
     FSDP_TRY(complete_grads(unit, error));
   }
 done:

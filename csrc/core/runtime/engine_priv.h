@@ -487,6 +487,13 @@ FSDP_NODISCARD fsdp_status fsdp_unit_priv_submit_reduce(fsdp_unit *unit,
                                                         fsdp_error *error);
 /* The same, but it is issued at the end of backward. */
 void fsdp_unit_priv_put_off_reduce(fsdp_unit *unit);
+/* Makes the sharded gradient of what earlier backwards summed, in a unit that
+ * this one does not reach, through its gradient block of zeros. No other rank
+ * that shards the unit takes part, and the order of reductions does not have
+ * it: a rank that shows the user no gradient of the unit cannot tell whether
+ * the user has cleared that sum. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_reduce_partial(fsdp_unit *unit,
+                                                         fsdp_error *error);
 /* Issues what is ready and was held back, in order, whatever its turn. */
 FSDP_NODISCARD fsdp_status fsdp_engine_priv_flush_reduces(fsdp_engine *engine,
                                                           fsdp_error *error);

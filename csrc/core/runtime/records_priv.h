@@ -88,6 +88,7 @@ typedef struct fsdp_unit_step {
   bool is_reduce_ready; /* reduce.c: gradient complete, reduction not issued */
   bool was_reduced;     /* reduce.c */
   bool reduces_parts;   /* backward.c: Note [Gradients in parts] */
+  bool is_unreached;    /* reduce.c: fsdp_unit_priv_reduce_partial() */
   bool was_marked;      /* unused.c: in this backward, see was_used */
   bool shows_shapes;    /* unshard.c: not unshards_in_backward */
 } fsdp_unit_step;

@@ -36,6 +36,21 @@ static void clear_record(fsdp_engine *engine) {
   engine->num_recorded_reduces = 0;
 }
 
+/* On a host it has ended then. */
+static fsdp_status run_reduce(fsdp_unit *unit, fsdp_error *error) {
+  fsdp_engine *engine = unit->engine;
+  fsdp_status status = FSDP_OK;
+  FSDP_TRY(fsdp_unit_priv_enqueue_reduce(unit, error));
+  if (fsdp_engine_priv_is_host(engine)) {
+    FSDP_TRY(fsdp_engine_priv_wait_reduces(engine, error));
+    FSDP_TRY(fsdp_unit_priv_end_reduce(unit, error));
+  }
+  FSDP_TRY(fsdp_unit_priv_advance(unit, FSDP_EVENT_REDUCE, error));
+  engine->num_reduces++;
+done:
+  return status;
+}
+
 static fsdp_status issue_reduce(fsdp_unit *unit, fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
   fsdp_status status = FSDP_OK;
@@ -58,15 +73,9 @@ static fsdp_status issue_reduce(fsdp_unit *unit, fsdp_error *error) {
                        unit->name);
     goto done;
   }
-  FSDP_TRY(fsdp_unit_priv_enqueue_reduce(unit, &local));
-  if (fsdp_engine_priv_is_host(engine)) {
-    FSDP_TRY(fsdp_engine_priv_wait_reduces(engine, &local));
-    FSDP_TRY(fsdp_unit_priv_end_reduce(unit, &local));
-  }
-  FSDP_TRY(fsdp_unit_priv_advance(unit, FSDP_EVENT_REDUCE, &local));
+  FSDP_TRY(run_reduce(unit, &local));
   unit->step.was_reduced = true;
   engine->issued_reduces[engine->num_issued_reduces++] = unit;
-  engine->num_reduces++;
   fsdp_engine_priv_end(engine, unit, span, 0, 0);
 done:
   if (status != FSDP_OK) fsdp_unit_priv_fail(unit, &local, error);
@@ -104,6 +113,15 @@ fsdp_status fsdp_unit_priv_submit_reduce(fsdp_unit *unit, fsdp_error *error) {
     return issue_reduce(unit, error);
   }
   return advance_cursor(engine, false, error);
+}
+
+fsdp_status fsdp_unit_priv_reduce_partial(fsdp_unit *unit, fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  unit->step.is_unreached = true;
+  FSDP_TRY(run_reduce(unit, error));
+done:
+  unit->step.is_unreached = false;
+  return status;
 }
 
 void fsdp_unit_priv_put_off_reduce(fsdp_unit *unit) {

@@ -417,10 +417,12 @@ done:
 fsdp_status fsdp_unit_priv_enqueue_reduce(fsdp_unit *unit, fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
   const bool is_host = fsdp_engine_priv_is_host(engine);
-  const bool has_hook = unit->settings.has_reduce_hook;
-  const bool has_shards = unit->options.shard_group.world_size > 1;
-  const bool has_replicas =
-      unit->options.replica_group.world_size > 1 && !has_hook;
+  const bool is_reached = !unit->step.is_unreached;
+  const bool has_hook = unit->settings.has_reduce_hook && is_reached;
+  const bool has_shards =
+      unit->options.shard_group.world_size > 1 && is_reached;
+  const bool has_replicas = unit->options.replica_group.world_size > 1 &&
+                            !unit->settings.has_reduce_hook;
   const bool is_partial = unit->settings.sync == FSDP_SYNC_SHARD;
   /* Without anything to reduce one lane is as good as another. */
   fsdp_lane lane = has_shards || has_hook || !has_replicas
