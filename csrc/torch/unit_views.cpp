@@ -390,8 +390,11 @@ uint64_t sum_of_versions(const Unit &unit) {
   uint64_t sum = 0;
   for (const Param &param : unit.params) {
     sum += static_cast<uint64_t>(version_of(param));
-    const at::Tensor &local = param.sharded_param.local;
-    if (local.defined()) sum += local._version();
+    // A write into a DTensor counts in it, and not in its local tensor.
+    const ShardedParam &shown = param.sharded_param;
+    if (shown.local.defined()) {
+      sum += shown.param._version() + shown.local._version();
+    }
   }
   for (const Segment &segment : unit.segments) {
     if (segment.flat_param.defined()) sum += segment.flat_param._version();

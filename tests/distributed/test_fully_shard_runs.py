@@ -309,3 +309,19 @@ def test_replaced_by_load_state_dict() -> None:
     module.weight = nn.Parameter(torch.zeros(3))
     with pytest.raises(RuntimeError, match="no longer the DTensor"):
         both.forward()
+
+
+@distributed(world_size=2)
+def test_written_after_unshard() -> None:
+    """The next forward sees what was written into the DTensors; torch's does not."""
+    both = Rows.of("mlp")
+    for _ in range(2):
+        both.train(1)
+        both.model.unshard()
+        with torch.no_grad():
+            for params in (both.sharded, both.reference_params):
+                for param in params.values():
+                    param.mul_(0.9)
+        both.zero_grad()
+        both.forward_backward()
+        both.check()
