@@ -36,7 +36,7 @@ static void clear_record(fsdp_engine *engine) {
   engine->num_recorded_reduces = 0;
 }
 
-/* On a host it has ended then. */
+/* Issues the reduction; on a host waits for its end. */
 static fsdp_status run_reduce(fsdp_unit *unit, fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
   fsdp_status status = FSDP_OK;
