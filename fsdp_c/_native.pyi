@@ -162,6 +162,8 @@ class Unit:
         """Let forward call function() first; None: nothing."""
     def note_failures(self, function: Callable[[BaseException], object], /) -> None:
         """Let a forward that fails, no recomputation, call function(exception)."""
+    def note_writes(self, function: Callable[[torch.Tensor], object], /) -> None:
+        """Let a forward in which a parameter was written call function(parameter)."""
     def show_kept(self, shows: bool, /) -> None:
         """Let the engine's units show what they keep for backward, or shards."""
     def replace_param(self, param: int, tensor: torch.Tensor, /) -> None: ...

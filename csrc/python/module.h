@@ -52,6 +52,7 @@ typedef struct unit_object {
   PyObject *on_change;  /* callable; NULL exactly when `watched` is */
   PyObject *on_forward; /* callable, or NULL: see note_forwards() */
   PyObject *on_failure; /* callable, or NULL: see note_failures() */
+  PyObject *on_write;   /* callable, or NULL: see note_writes() */
   /* unit_rows.c, of a unit by rows: see bind_rows(). */
   PyObject *places;       /* tuple of Place; NULL: not by rows, or cleared */
   PyObject *make_grad;    /* callable */
@@ -81,9 +82,11 @@ int fsdp_unit_object_enter_forward(unit_object *self);
 int fsdp_unit_object_leave_forward(unit_object *self);
 
 /* unit_forward.c: Unit.watch(items, on_change), Unit.note_forwards(function),
- * Unit.note_failures(function) and Unit.forward(module, args, kwargs). */
+ * note_failures(function), note_writes(function) and
+ * Unit.forward(module, args, kwargs). */
 PyObject *fsdp_unit_object_note_forwards(PyObject *object, PyObject *function);
 PyObject *fsdp_unit_object_note_failures(PyObject *object, PyObject *function);
+PyObject *fsdp_unit_object_note_writes(PyObject *object, PyObject *function);
 PyObject *fsdp_unit_object_watch(PyObject *object, PyObject *args);
 PyObject *fsdp_unit_object_forward(PyObject *object, PyObject *const *args,
                                    Py_ssize_t num_args);

@@ -179,6 +179,25 @@ PyObject *fsdp_unit_object_note_failures(PyObject *object, PyObject *function) {
   Py_RETURN_NONE;
 }
 
+PyObject *fsdp_unit_object_note_writes(PyObject *object, PyObject *function) {
+  unit_object *self = (unit_object *)object;
+  Py_XSETREF(self->on_write, Py_NewRef(function));
+  Py_RETURN_NONE;
+}
+
+/* 0, or -1 with an exception. */
+static int tell_of_write(const unit_object *self) {
+  if (self->on_write == NULL) return 0;
+  PyObject *param = fsdp_torch_unit_written_param(self->unit);
+  if (param == NULL) return -1;
+  PyObject *result = param == Py_None
+                         ? Py_NewRef(Py_None)
+                         : PyObject_CallOneArg(self->on_write, param);
+  Py_DECREF(param);
+  Py_XDECREF(result);
+  return result == NULL ? -1 : 0;
+}
+
 /* 0, or -1 with an exception. */
 static int tell_of_forward(const unit_object *self) {
   if (self->on_forward == NULL) return 0;
@@ -286,6 +305,8 @@ static PyObject *run_module(unit_object *self, PyObject *module, PyObject *args,
     if (copied == NULL) goto fail;
     Py_SETREF(output, copied);
   }
+
+  if (tell_of_write(self) < 0) goto fail;
 
   Py_BEGIN_ALLOW_THREADS;
   status = fsdp_torch_unit_post_forward(unit, hook.expects_backward, &error);

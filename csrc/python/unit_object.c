@@ -154,6 +154,7 @@ static int unit_traverse(PyObject *object, visitproc visit, void *arg) {
   Py_VISIT(self->on_change);
   Py_VISIT(self->on_forward);
   Py_VISIT(self->on_failure);
+  Py_VISIT(self->on_write);
   return fsdp_unit_object_visit_rows(self, visit, arg);
 }
 
@@ -164,6 +165,7 @@ static int unit_clear(PyObject *object) {
   Py_CLEAR(self->on_change);
   Py_CLEAR(self->on_forward);
   Py_CLEAR(self->on_failure);
+  Py_CLEAR(self->on_write);
   fsdp_unit_object_clear_rows(self);
   return 0;
 }
@@ -440,6 +442,11 @@ PyDoc_STRVAR(unit_note_failures_doc,
              "Let a forward that fails, no recomputation, call\n"
              "function(exception).");
 PyDoc_STRVAR(
+    unit_note_writes_doc,
+    "note_writes($self, function, /)\n--\n\n"
+    "Let a forward during which a parameter was written, to no effect,\n"
+    "call function(parameter) before its unit is resharded.");
+PyDoc_STRVAR(
     unit_show_doc,
     "show_kept($self, shows, /)\n--\n\n"
     "Let all units of the engine show what they keep for backward, or\n"
@@ -542,6 +549,7 @@ static PyMethodDef unit_methods[] = {
     {"note_forwards", fsdp_unit_object_note_forwards, METH_O, unit_note_doc},
     {"note_failures", fsdp_unit_object_note_failures, METH_O,
      unit_note_failures_doc},
+    {"note_writes", fsdp_unit_object_note_writes, METH_O, unit_note_writes_doc},
     {"show_kept", unit_show_kept, METH_O, unit_show_doc},
     {"replace_param", unit_replace_param, METH_VARARGS, unit_replace_doc},
     {"leave_params", unit_leave_params, METH_NOARGS, unit_leave_params_doc},

@@ -355,6 +355,10 @@ FSDP_NODISCARD fsdp_status fsdp_torch_unit_pre_forward(fsdp_torch_unit *unit,
 /* Whether `tensor` is a parameter of the unit itself. Cannot fail. GIL. */
 bool fsdp_torch_unit_has_param(const fsdp_torch_unit *unit,
                                struct _object *tensor) FSDP_NOEXCEPT;
+/* A new reference to a parameter that the user wrote during the unit's forward,
+ * which runs, into memory that goes when the unit is resharded; None without.
+ * NULL with a Python exception. GIL. */
+struct _object *fsdp_torch_unit_written_param(const fsdp_torch_unit *unit);
 /* A new reference to a copy of a tensor, in its graph. NULL with a Python
  * exception. GIL. */
 struct _object *fsdp_torch_copy_tensor(struct _object *tensor);

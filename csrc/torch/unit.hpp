@@ -207,12 +207,13 @@ struct Param {
   at::Tensor full_on_host;
   at::Tensor grad;  // view of the sharded gradient
   LeftTensor left_grad;
-  at::Tensor idle_grad;        // that view while there is no gradient
-  at::Tensor unsharded_grad;   // view of the unsharded one
-  at::Tensor partial_grad;     // view of the partial one
-  at::Tensor hidden_grad;      // the user's, during forward
-  at::Tensor full_grad;        // view of the summoned one, while it is open
-  int64_t marked_version = 0;  // unit_views.cpp
+  at::Tensor idle_grad;         // that view while there is no gradient
+  at::Tensor unsharded_grad;    // view of the unsharded one
+  at::Tensor partial_grad;      // view of the partial one
+  at::Tensor hidden_grad;       // the user's, during forward
+  at::Tensor full_grad;         // view of the summoned one, while it is open
+  int64_t marked_version = 0;   // unit_views.cpp
+  int64_t entered_version = 0;  // likewise; when its last forward began
   // Likewise: see Note [Saved parameters].
   std::optional<c10::VariableVersion> whole_version;
   int64_t sharded_version = 0;
@@ -395,6 +396,10 @@ void add_view_ops(fsdp_view_ops *ops);
 void make_views(Unit &unit);
 // Points every parameter at its sharded view.
 void show_sharded(Unit &unit);
+// A forward of the unit begins; and a parameter that the user wrote since,
+// whose values are dropped when the unit is resharded (nullptr: none).
+void mark_entry(Unit &unit);
+const Param *find_written(const Unit &unit);
 // Forward sees whole parameters; a sharded gradient on them is of another
 // shape, which torch.compile refuses. It stands aside from pre_forward to
 // post_forward.

@@ -95,7 +95,10 @@ fsdp_status fsdp_torch_unit_pre_forward(fsdp_torch_unit *unit,
     }
     const fsdp_status status =
         fsdp_unit_pre_forward(self.core, in_backward, error);
-    if (status == FSDP_OK && !in_backward) fsdp_torch::hide_grads(self);
+    if (status == FSDP_OK && !in_backward) {
+      fsdp_torch::hide_grads(self);
+      fsdp_torch::mark_entry(self);
+    }
     if (status == FSDP_OK && c10::GradMode::is_enabled() &&
         !fsdp_unit_is_summoned(self.core)) {
       fsdp_torch::hook_accumulators(self);
@@ -103,6 +106,19 @@ fsdp_status fsdp_torch_unit_pre_forward(fsdp_torch_unit *unit,
     if (status == FSDP_OK) enter_offload_or_abandon(self, in_backward);
     return status;
   };
+}
+
+PyObject *fsdp_torch_unit_written_param(const fsdp_torch_unit *unit) {
+  HANDLE_TH_ERRORS
+  const Unit &self = *unit->self;
+  const bool is_kept = fsdp_unit_is_summoned(self.core) ||
+                       (self.engine && is_recomputation(*self.engine));
+  const fsdp_torch::Param *written =
+      is_kept ? nullptr : fsdp_torch::find_written(self);
+  if (written == nullptr) Py_RETURN_NONE;
+  return THPVariable_Wrap(written->parallel.defined() ? written->parallel
+                                                      : written->tensor);
+  END_HANDLE_TH_ERRORS
 }
 
 fsdp_status fsdp_torch_unit_post_forward(fsdp_torch_unit *unit,

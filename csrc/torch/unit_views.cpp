@@ -358,6 +358,7 @@ fsdp_status take_params(void * /*context*/, void *owner, fsdp_view view,
 // Version counters only grow: their sum tells whether any of them did. Those of
 // a DTensor and of its local tensor are their own.
 int64_t version_of(const Param &param) {
+  if (param.tensor.is_inference()) return 0;  // has none
   int64_t sum = param.tensor._version();
   if (param.parallel_local.defined()) {
     sum += param.parallel._version() + param.parallel_local._version();
@@ -455,6 +456,20 @@ void replace_param(Unit &unit, size_t index, const at::Tensor &tensor) {
   unhook_accumulator(param);
   show(param, param.sharded);
   old.unsafeGetTensorImpl()->shallow_copy_from(own.getIntrusivePtr());
+}
+
+void mark_entry(Unit &unit) {
+  for (Param &param : unit.params) param.entered_version = version_of(param);
+}
+
+const Param *find_written(const Unit &unit) {
+  for (const Param &param : unit.params) {
+    if (version_of(param) == param.entered_version) continue;
+    const bool is_resident =
+        storage_of(param.unsharded) == storage_of(param.sharded);
+    if (!is_resident) return &param;
+  }
+  return nullptr;
 }
 
 void add_view_ops(fsdp_view_ops *ops) {

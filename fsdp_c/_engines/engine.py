@@ -29,6 +29,7 @@ from fsdp_c import _native
 from fsdp_c._engines.in_backward import adopt_in_backward_optimizers
 from fsdp_c._engines.order_warning import watch_order
 from fsdp_c._engines.shard_reads import explain_shard_reads
+from fsdp_c._engines.written_params import watch_writes
 from fsdp_c._torch_compat import (
     interpreted_with_callees,
     outside_transforms,
@@ -88,6 +89,7 @@ def _make_engine(module: nn.Module) -> None:
     _watch_backwards()
     owned = list(zip(owners, units, strict=True))
     explain_shard_reads(owned)
+    watch_writes(owned)
     is_debugging = c10d.get_debug_level() != c10d.DebugLevel.OFF  # INFO or DETAIL
     engine.check_order(is_debugging)
     if is_debugging:
