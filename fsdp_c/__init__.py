@@ -64,12 +64,15 @@ FSDP = FullyShardedDataParallel
 __version__ = _native.build_info()["version"]
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp import DataParallelMeshDims
+
     from fsdp_c import checkpoint
     from fsdp_c.tools import trace
     from fsdp_c.tools.plan._explain import ModelSummary, UnitSummary, explain
 else:
     # Public name: the module that has it, or that it is.
     _LATER = {
+        "DataParallelMeshDims": "torch.distributed.fsdp",  # not in torch 2.11
         "ModelSummary": "fsdp_c.tools.plan._explain",
         "UnitSummary": "fsdp_c.tools.plan._explain",
         "checkpoint": "fsdp_c.checkpoint",

@@ -17,6 +17,7 @@ print(*(set(sys.modules) - before))
 from fsdp_c import *
 assert {*fsdp_c.__all__} <= {*dir()}
 assert {*fsdp_c.__all__} <= {*dir(fsdp_c)}
+for name in torch.distributed.fsdp.__all__: getattr(fsdp_c, name)
 import fsdp_c.checkpoint, fsdp_c.integrations
 import fsdp_c.tools.doctor, fsdp_c.tools.plan, fsdp_c.tools.trace
 import importlib, os
@@ -29,7 +30,7 @@ assert len(engine_listeners) == others + 1
 
 
 def test_what_is_loaded_and_found() -> None:
-    """What training does not need is not loaded; every public name is found.
+    """What training does not need is not loaded; every public name is found, and torch's.
 
     FSDP_C_TRACE alone waits for models to record.
     """
