@@ -64,7 +64,7 @@ FSDP = FullyShardedDataParallel
 __version__ = _native.build_info()["version"]
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp import DataParallelMeshDims
+    from torch.distributed.fsdp import DataParallelMeshDims as DataParallelMeshDims
 
     from fsdp_c import checkpoint
     from fsdp_c.tools import trace

@@ -30,7 +30,7 @@ assert len(engine_listeners) == others + 1
 
 
 def test_what_is_loaded_and_found() -> None:
-    """What training does not need is not loaded; every public name is found, and torch's.
+    """What training does not need is not loaded; public names, torch's too, are found.
 
     FSDP_C_TRACE alone waits for models to record.
     """
