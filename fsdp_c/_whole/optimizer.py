@@ -25,6 +25,7 @@ from fsdp_c._state.optim.flat_names import show_names_of_flat_states
 from fsdp_c._state.parts import ParamPart
 from fsdp_c._units.collectives import on_any_rank
 from fsdp_c._units.owner import owners_in
+from fsdp_c._whole.between_rounds import BetweenRounds
 from fsdp_c._whole.owned import (
     Dealt,
     Travelling,
@@ -274,7 +275,9 @@ class WholeParameterOptimizer(Optimizer):
                 loss = closure()
         stepped = self._with_gradients()
         self._pass_options_on()
-        before = [_options(group) for group in self.optimizer.param_groups]
+        between = BetweenRounds(self.optimizer)
+        # An optimizer that has nothing to step counts, too.
+        is_idle = not any(each.is_mine for each in stepped)
         failure: RuntimeError | None = None
         rounds = [
             [each for each in stepped if each.round == number]
@@ -282,29 +285,35 @@ class WholeParameterOptimizer(Optimizer):
         ]
         arriving = self._begin_lending(rounds[0])
         for members, following in zip(rounds, [*rounds[1:], []], strict=True):
-            # An optimizer that counts steps in its groups counts one.
-            for group, options in zip(self.optimizer.param_groups, before, strict=True):
-                group.update(options)
             with span(self._owner, GATHER, members):
                 arriving()
                 arriving = self._begin_lending(following)
-            error = self._step_round(members)
+            error = self._step_round(members, between, is_idle and not following)
             failure = failure or error
         if failure is not None:
             raise failure  # not before: the other ranks wait in the rounds
         if self.rest is not None:
             self.rest.step()
+        between.end()
         self._take_options_back()
         self._mark_begun()
         return loss
 
-    def _step_round(self, members: Sequence[WholeParam]) -> RuntimeError | None:
-        """Step parameters; return what the optimizer raised, if it did."""
+    def _step_round(
+        self, members: Sequence[WholeParam], between: BetweenRounds, is_idle: bool
+    ) -> RuntimeError | None:
+        """Step parameters, or none, if this rank has none in the whole step.
+
+        Returns what the optimizer raised, if it did.
+        """
         failure = None
         mine = [each for each in members if each.is_mine]
         try:
             with span(self._owner, STEP, members):
-                self.optimizer.step()
+                if mine or is_idle:
+                    between.put_back()
+                    self.optimizer.step()
+                    between.end_round([self._dealt.shown[each] for each in mine])
         except Exception as error:
             names = ", ".join(repr(each.part.fqn) for each in mine) or "none"
             rank = dist.get_rank() if dist.is_initialized() else 0

@@ -1,0 +1,97 @@
+"""What optimizers of whole parameters keep beside the state of parameters."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from fsdp_c import whole_parameter_optimizer
+from helpers.distributed import distributed
+from helpers.matrix_optimizers import TensorNorm
+from helpers.whole_runs import Run, is_hidden
+
+
+class Counting(Optimizer):
+    """SGD whose rate falls with the steps that it has counted in several places."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.num_steps = 0
+        self.counts: dict[str, Any] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.num_steps += 1
+        self.counts["calls"] = self.counts.get("calls", 0) + 1
+        self.state.setdefault("k", torch.zeros(1, dtype=torch.long)).add_(1)
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            group.setdefault("total", torch.zeros(())).add_(1)
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                counts = [self.num_steps, self.counts["calls"], group["step"]]
+                counts += [int(self.state["k"]), int(group["total"])]
+                for count in counts:
+                    param.sub_(param.grad / count, alpha=group["lr"])
+
+
+def optimizer_of(params: Any) -> Optimizer:
+    """Counting inside another one, as in Lookahead."""
+    inner = Counting(params)
+    outer = TensorNorm(inner.param_groups)
+    outer.param_groups = inner.param_groups
+    outer.inner = inner  # type: ignore[attr-defined]
+    outer.state = inner.state
+    outer.step = inner.step  # type: ignore[method-assign]
+    return outer
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("api", ["FSDP", "fully_shard"])
+@distributed(world_size=(2, 3))
+def test_a_step_of_many_rounds_counts_once(
+    monkeypatch: pytest.MonkeyPatch, api: str, wrapped: bool
+) -> None:
+    """In groups, attributes and state by name, from the first step on."""
+    monkeypatch.setattr("fsdp_c._whole.optimizer.ROUND_NBYTES", 64)
+    run = Run(api, optimizer_of if wrapped else Counting)
+    assert run.optimizer._dealt.num_rounds > 2
+    run.train(3)
+    group = run.optimizer.param_groups[0]
+    assert (group["step"], int(group["total"])) == (3, 3)
+    inner = run.optimizer.optimizer
+    inner = inner.inner if wrapped else inner
+    assert (inner.num_steps, inner.counts) == (3, {"calls": 3})
+
+
+class Last(Optimizer):
+    """Has a number in its groups that tells of the last gradients that it has seen."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"largest": None})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            grads = [p.grad for p in group["params"] if p.grad is not None]
+            group["largest"] = max((float(g.abs().max()) for g in grads), default=None)
+
+
+@distributed(world_size=2)
+def test_a_group_has_the_values_of_a_round_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not of a round that had parameters of other groups alone."""
+    monkeypatch.setattr("fsdp_c._whole.optimizer.ROUND_NBYTES", 64)
+    run = Run("fully_shard", Last)
+    run.optimizer = whole_parameter_optimizer(
+        run.model, Last, [{"params": is_hidden}, {"params": ["head.weight"]}]
+    )
+    run.step(0)
+    values = [group["largest"] for group in run.optimizer.param_groups]
+    owner = run.optimizer.owners["head.weight"]
+    assert values[0] is not None
+    assert (values[1] is not None) == (owner == dist.get_rank())
