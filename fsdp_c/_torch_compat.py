@@ -143,7 +143,10 @@ def noted_state(module: Module) -> Any:
 
 
 def joined_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
-    """Return one mesh of all dimensions; RuntimeError if they have no common root."""
+    """Return one mesh of all dimensions.
+
+    RuntimeError if they have no common root, TypeError if one has no names.
+    """
     mesh: DeviceMesh = DeviceMesh._concatenate(meshes)
     return mesh
 

@@ -101,7 +101,7 @@ def check_placements(name: str, param: DTensor) -> None:
 def _join(name: str, mesh: DeviceMesh, parallel: DeviceMesh) -> DeviceMesh:
     try:
         return joined_meshes([mesh, parallel])
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ValueError(
             f"parameter {name!r} is a DTensor on {parallel}, which is not a part of "
             f"the same mesh as {mesh}: make one mesh with init_device_mesh(), pass "

@@ -3,6 +3,7 @@
 Numbers are those of the list in docs/guide/fully_shard.md. Against the unsharded model.
 """
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -248,8 +249,14 @@ def test_9_refused() -> None:
     with pytest.raises(ValueError, match="'weight' is shared with 'weight'"):
         fully_shard(tied.layers[1])
     shared = nn.Linear(DIM, DIM)
-    fully_shard(nn.Sequential(shared))
+    first = fully_shard(nn.Sequential(shared))  # kept: its groups say whose it is
     with pytest.raises(ValueError, match=r"'1\.weight' is shared with '0\.weight'"):
+        fully_shard(nn.Sequential(nn.ReLU(), shared))
+    del first
+    gc.collect()
+    with pytest.raises(
+        ValueError, match=r"'1\.weight' is a DTensor on .*, which is not"
+    ):
         fully_shard(nn.Sequential(nn.ReLU(), shared))
 
 
