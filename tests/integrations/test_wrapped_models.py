@@ -147,7 +147,9 @@ def test_sharded_optimizer_state(rank: int, use_orig_params: bool) -> None:
 
     def make(**options: bool) -> tuple[FSDP, torch.optim.Optimizer]:
         torch.manual_seed(0)
-        model = _fsdp(MLP(2), use_orig_params=use_orig_params)
+        # The last weight has one row: a ShardedTensor has nothing of it on rank 1.
+        whole = nn.Sequential(MLP(2), nn.Linear(3, 1))
+        model = _fsdp(whole, use_orig_params=use_orig_params)
         FSDP.set_state_dict_type(
             model,
             StateDictType.SHARDED_STATE_DICT,

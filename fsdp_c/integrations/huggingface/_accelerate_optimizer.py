@@ -112,7 +112,10 @@ def load_sharded(model: Any, optimizer: Any, folder: Path) -> None:
             stacklevel=4,
         )
     state: dict[str, Any] = {"optimizer": template}
-    load(state, storage_reader=reader, planner=DefaultLoadPlanner())
+    # torch's planner would drop a ShardedTensor without a part on this rank, then take
+    # the checkpoint for one of an old version, with other keys.
+    planner = DefaultLoadPlanner(flatten_sharded_tensors=False)
+    load(state, storage_reader=reader, planner=planner)
     flat = FullyShardedDataParallel.optim_state_dict_to_load(
         model, getattr(optimizer, "optimizer", optimizer), state["optimizer"]
     )
