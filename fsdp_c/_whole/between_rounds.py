@@ -31,6 +31,9 @@ class BetweenRounds:
         self._before = [_plain_values(table) for table in self._tables]
         self._copies = [_copied(values) for values in self._before]
         self._after: dict[int, _Table] = {}  # by position in the groups
+        self._states = [each.state for each in _nested(optimizer)]
+        self._known = [set(state) for state in self._states]
+        self._begun: list[dict[Any, Any]] = [{} for _ in self._states]
 
     def put_back(self) -> None:
         """Undo what a round did to the values."""
@@ -42,7 +45,17 @@ class BetweenRounds:
             _write(table, before, copies)
 
     def end_round(self, stepped: Collection[nn.Parameter]) -> None:
-        """Remember the values of groups that had parameters in this round."""
+        """Remember the values of groups that had parameters in this round.
+
+        State that has begun in this round is out of sight in the next ones: an
+        optimizer may take its count of steps from there, as heavyball does.
+        """
+        for state, known, begun in zip(
+            self._states, self._known, self._begun, strict=True
+        ):
+            for param in stepped:
+                if param not in known and param in state:
+                    begun[param] = state.pop(param)
         ids = set(map(id, stepped))
         for position, group in enumerate(self._groups):
             if any(id(param) in ids for param in group["params"]):
@@ -53,17 +66,24 @@ class BetweenRounds:
         for position, values in self._after.items():
             group = self._groups[position]
             _write(group, _plain_values(group), values)
+        for state, begun in zip(self._states, self._begun, strict=True):
+            state.update(begun)
+
+
+def _nested(optimizer: Optimizer) -> list[Optimizer]:
+    """Return an optimizer and those that it wraps."""
+    found = [optimizer]
+    for each in found:
+        inside = [v for v in vars(each).values() if isinstance(v, Optimizer)]
+        found += [one for one in inside if not any(one is known for known in found)]
+    return found
 
 
 def _tables(optimizer: Optimizer) -> Iterator[_Table]:
-    """Yield the tables of an optimizer, and of those that it wraps."""
-    found = [optimizer]
-    for each in found:
+    for each in _nested(optimizer):
         yield from each.param_groups
         yield each.state
         yield vars(each)
-        inside = [v for v in vars(each).values() if isinstance(v, Optimizer)]
-        found += [one for one in inside if not any(one is known for known in found)]
 
 
 def _write(table: _Table, present: _Table, values: _Table) -> None:

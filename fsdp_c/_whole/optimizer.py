@@ -9,6 +9,7 @@ csrc/core/layout/owners.h. Where exchanges run on a stream, the next round is un
 while the optimizer steps this one. The state of a parameter stays with its owner.
 """
 
+import copy
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,7 +38,12 @@ from fsdp_c._whole.owned import (
     take_back,
 )
 from fsdp_c._whole.spans import GATHER, SCATTER, STEP, span
-from fsdp_c._whole.states import load_states, save_states
+from fsdp_c._whole.states import (
+    load_states,
+    other_states,
+    save_states,
+    states_of_params,
+)
 
 # What an owner steps at a time, about.
 ROUND_NBYTES = 64 * 1024 * 1024
@@ -290,11 +296,11 @@ class WholeParameterOptimizer(Optimizer):
                 arriving = self._begin_lending(following)
             error = self._step_round(members, between, is_idle and not following)
             failure = failure or error
+        between.end()
         if failure is not None:
             raise failure  # not before: the other ranks wait in the rounds
         if self.rest is not None:
             self.rest.step()
-        between.end()
         self._take_options_back()
         self._mark_begun()
         return loss
@@ -418,8 +424,7 @@ class WholeParameterOptimizer(Optimizer):
     def _share_rest(self) -> None:
         """Have the state of the rest, too, the very dicts."""
         if self.rest is not None:
-            for param, state in self.rest.state.items():
-                self.state[param] = state
+            self.state.update(states_of_params(self.rest))
 
     # State dicts ---------------------------------------------------------------
 
@@ -434,8 +439,9 @@ class WholeParameterOptimizer(Optimizer):
         own = save_states(self._model, self.optimizer, self._dealt, self._whole_groups)
         kept = self.state
         self.state = defaultdict(dict, {k: v for k, v in kept.items() if v})
-        for param, state in own.items():
-            self.state[param] = state
+        self.state.update(own)
+        for each in (self.rest, self.optimizer):
+            self.state.update({} if each is None else other_states(each))
         try:
             result: dict[str, Any] = super().state_dict()
         finally:
@@ -462,6 +468,11 @@ class WholeParameterOptimizer(Optimizer):
             for key, value in state_dict["state"].items()
             if key in position
         }
+        others = {
+            key: copy.deepcopy(value)
+            for key, value in state_dict["state"].items()
+            if key not in position
+        }
         num_shown = sum(len(group["params"]) for group in self._whole_groups)
         load_states(
             self._model,
@@ -470,18 +481,11 @@ class WholeParameterOptimizer(Optimizer):
             self._whole_groups,
             {key: value for key, value in given.items() if key < num_shown},
         )
+        self.optimizer.state.update(others)
         if self.rest is not None:
             inside = self.rest.state_dict()
-            self.rest.load_state_dict(
-                {
-                    **inside,
-                    "state": {
-                        key - num_shown: value
-                        for key, value in given.items()
-                        if key >= num_shown
-                    },
-                }
-            )
+            states = {k - num_shown: v for k, v in given.items() if k >= num_shown}
+            self.rest.load_state_dict({**inside, "state": {**states, **others}})
         self._pass_options_on()
         if given:
             self._mark_begun()

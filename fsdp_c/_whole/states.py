@@ -23,12 +23,21 @@ from fsdp_c._whole.owned import Dealt, Travelling, WholeParam, gather, parts_of,
 _Kinds = dict[str, torch.dtype | None]
 
 
+def states_of_params(optimizer: Optimizer) -> dict[Any, Any]:
+    return {k: v for k, v in optimizer.state.items() if isinstance(k, Tensor)}
+
+
+def other_states(optimizer: Optimizer) -> dict[Any, Any]:
+    """Return the state that an optimizer keeps by name, such as MADGRAD's "k"."""
+    return {k: v for k, v in optimizer.state.items() if not isinstance(k, Tensor)}
+
+
 def save_states(
     model: nn.Module,
     optimizer: Optimizer,
     dealt: Dealt,
     groups: Sequence[Mapping[str, Any]],
-) -> dict[nn.Parameter, dict[str, Any]]:
+) -> dict[Tensor, dict[str, Any]]:
     """Return the state of the sharded parameters. Collective.
 
     ``optimizer`` is this rank's, of wholes; ``groups`` are those of sharded parameters.

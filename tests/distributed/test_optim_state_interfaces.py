@@ -143,6 +143,31 @@ def test_names_for_keys(rank: int, named_params: bool) -> None:
     assert_same_states(found["state"], expected["state"])
 
 
+class CountsByName(torch.optim.SGD):
+    """Has state of no parameter before any other, as MADGRAD."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["k"] = self.state.get("k", 0) + 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@distributed(world_size=2)
+def test_state_by_name_names_no_parameters(rank: int, form: str) -> None:
+    """It is saved and loaded; FSDP1 takes the ids of parameters for names."""
+    model = wrap("mlp", use_orig_params=True)
+    optims = [CountsByName(model.parameters(), lr=0.05, momentum=0.9) for _ in range(2)]
+    train(model, optims[0], "mlp", 2, rank=rank)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Found a optim state, k")
+        with in_form(model, form):
+            saved = FSDP.optim_state_dict(model, optims[0])
+            FSDP.optim_state_dict_to_load(model, optims[1], saved, load_directly=True)
+    states = [optim.state_dict()["state"] for optim in optims]
+    assert states[1].pop("k") == states[0].pop("k") == 2
+    assert_same_states(states[1], states[0])
+
+
 class Outside(nn.Module):
     """One unit and parameters outside of all units, or ignored in it."""
 

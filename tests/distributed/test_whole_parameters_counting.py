@@ -1,5 +1,8 @@
 """What optimizers of whole parameters keep beside the state of parameters."""
 
+import copy
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from fsdp_c import whole_parameter_optimizer
+from fsdp_c import checkpoint, whole_parameter_optimizer
 from helpers.distributed import distributed
-from helpers.matrix_optimizers import TensorNorm
-from helpers.whole_runs import Run, is_hidden
+from helpers.impl import FSDP
+from helpers.matrix_optimizers import TensorNorm, muon
+from helpers.whole_runs import Run, copy_values, is_hidden
 
 
 class Counting(Optimizer):
@@ -95,3 +99,51 @@ def test_a_group_has_the_values_of_a_round_of_its_own(
     owner = run.optimizer.owners["head.weight"]
     assert values[0] is not None
     assert (values[1] is not None) == (owner == dist.get_rank())
+
+
+class NamedCount(Optimizer):
+    """SGD that counts steps in state of no parameter, as MADGRAD does."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        count = self.state.setdefault("k", torch.zeros(1, dtype=torch.long))
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    rate = group["lr"] / (1 + count.item())
+                    mean = self.state[param].setdefault("m", torch.zeros_like(param))
+                    param.sub_(mean.add_(param.grad), alpha=rate)
+        count.add_(1)
+
+
+@pytest.mark.parametrize("has_rest", [False, True])
+@pytest.mark.parametrize("way", ["own", "FSDP", "files"])
+@distributed(world_size=2)
+def test_state_of_no_parameter_is_saved(
+    way: str, has_rest: bool, tmp_path: Path
+) -> None:
+    """Of either optimizer, in any form; then training goes on as unsharded."""
+
+    def make() -> Run:
+        if has_rest:
+            return Run("FSDP", muon, is_hidden, rest=NamedCount)
+        return Run("FSDP", NamedCount)
+
+    run, other = make(), make()
+    run.train(2)
+    copy_values(run, other)
+    if way == "own":
+        other.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+    elif way == "FSDP":
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Found a optim state, k")
+            saved = FSDP.optim_state_dict(run.model, run.optimizer)
+        loaded = FSDP.optim_state_dict_to_load(other.model, other.optimizer, saved)
+        other.optimizer.load_state_dict(loaded)
+    else:
+        checkpoint.save(tmp_path / "saved", run.model, run.optimizer)
+        checkpoint.load(tmp_path / "saved", other.model, other.optimizer)
+    other.train(2, first=2)

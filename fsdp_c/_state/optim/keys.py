@@ -163,7 +163,11 @@ def _by_position(groups: Sequence[Sequence[nn.Parameter]]) -> ParamKeys:
 
 
 def uses_names(optim_state_dict: Mapping[str, Any]) -> bool:
-    return isinstance(next(iter(optim_state_dict.get("state", {})), None), str)
+    """Return whether parameters are named: an optimizer may name other state, too."""
+    groups = optim_state_dict.get("param_groups") or []
+    keys = [key for group in groups for key in group["params"]]
+    keys = keys or list(optim_state_dict.get("state", {}))
+    return bool(keys) and all(isinstance(key, str) for key in keys)
 
 
 def renamed(

@@ -49,13 +49,17 @@ def save_local(
     }
 
 
-def _copied(state: Mapping[str, Any], device: str | None) -> dict[str, Any]:
-    return {
-        name: _copied_tensor(value, device or value.device)
-        if isinstance(value, Tensor)
-        else copy.deepcopy(value)
-        for name, value in state.items()
-    }
+def _copied(state: Any, device: str | None) -> Any:
+    """Return a copy of a parameter's state, or of state that is of none."""
+    if isinstance(state, Mapping):
+        return {name: _copied_value(value, device) for name, value in state.items()}
+    return _copied_value(state, device)
+
+
+def _copied_value(value: Any, device: str | None) -> Any:
+    if isinstance(value, Tensor):
+        return _copied_tensor(value, device or value.device)
+    return copy.deepcopy(value)
 
 
 def _copied_tensor(value: Tensor, device: str | torch.device) -> Tensor:
