@@ -201,7 +201,12 @@ def _with_adapter() -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
-    config = LoraConfig(r=2, target_modules=["fc1"], init_lora_weights=False)
+    config = LoraConfig(
+        r=2,
+        target_modules=["fc1"],
+        modules_to_save=["inp"],
+        init_lora_weights=False,
+    )
     return get_peft_model(MLP(2), config)
 
 
@@ -213,8 +218,12 @@ def test_adapters_are_saved_and_loaded(rank: int, kind: str) -> None:
         from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
         expected = get_peft_model_state_dict(plain)
-        assert len(expected) == 4
-        model = _fsdp(plain, use_orig_params=True)
+        assert len(expected) == 6
+        model = _fsdp(
+            plain,
+            policy=ModuleWrapPolicy({Block, nn.Linear}),  # as peft's: each adapter
+            use_orig_params=True,
+        )
         config: Any = ShardedStateDictConfig()
         if kind == "FULL":
             config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
@@ -223,6 +232,10 @@ def test_adapters_are_saved_and_loaded(rank: int, kind: str) -> None:
         if kind == "FULL" and rank > 0:
             assert saved == {}
             saved = {name: value.clone() for name, value in expected.items()}
+        whole = model.state_dict()
+        if kind == "FULL" and rank == 0:  # as the Trainer saves
+            alone = get_peft_model_state_dict(model, state_dict=whole)
+            assert alone.keys() == saved.keys()
         assert saved.keys() == expected.keys()
         if kind == "FULL":
             for name, value in saved.items():
@@ -235,8 +248,8 @@ def test_adapters_are_saved_and_loaded(rank: int, kind: str) -> None:
         with FSDP.summon_full_params(model):
             state = {name: value.clone() for name, value in model.named_parameters()}
         for name, value in state.items():
-            if "lora_" in name:
-                key = name.replace(".default", "")
+            if "lora_" in name or "modules_to_save" in name:
+                key = name.replace(".modules_to_save", "").replace(".default", "")
                 assert torch.equal(value, expected[key]), name
             else:
                 assert not value.any(), name

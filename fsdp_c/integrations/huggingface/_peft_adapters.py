@@ -1,6 +1,7 @@
 """peft's get_ and set_peft_model_state_dict: adapters of wrapped models.
 
-Seen in peft 0.21.2, ``utils/save_and_load.py`` and ``tuners/tuners_utils.py``:
+Seen in peft 0.21.2, ``utils/save_and_load.py``, ``utils/other.py`` and
+``tuners/tuners_utils.py``:
 
 * Names of modules lose ``_fsdp_wrapped_module.`` only where they begin with it. With
   units inside the model no key fits any more, and an empty adapter is saved.
@@ -8,8 +9,12 @@ Seen in peft 0.21.2, ``utils/save_and_load.py`` and ``tuners/tuners_utils.py``:
   wrapped model begins with it. Nothing is loaded, and nothing said.
 * The keys to load are looked up in ``model.state_dict()``, which is empty on the other
   ranks with ``rank0_only``. They load nothing.
+* The names of what is in ``modules_to_save`` are those in the ``state_dict()`` of these
+  modules. If they are wrapped, all ranks gather it, but the Trainer and
+  ``save_pretrained`` save on rank 0 alone, which waits for the others.
 
-Both functions get a view of the model here that has the unwrapped model's names.
+Both functions get a view of the model here that has the unwrapped model's names, and
+names alone are found without communication.
 """
 
 import inspect
@@ -65,11 +70,7 @@ class CleanView:
         """Return the model's state dict, or its keys alone."""
         if not self._knows_keys:
             return self._model.state_dict()
-        buffers = {
-            clean_name(name): buffer.detach().to("meta")
-            for name, buffer in self._model.named_buffers()
-        }
-        return {**dict(_named_params(self._model)), **buffers}
+        return {**dict(_named_params(self._model)), **dict(_named_buffers(self._model))}
 
 
 def _without_wrappers(name: str) -> str:
@@ -87,6 +88,15 @@ def _named_params(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, param in model.named_parameters():
         if not is_taken(param):
             yield clean_name(name), param.detach().to("meta")
+
+
+def _named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield those that a state dict has."""
+    for name, module in model.named_modules():
+        for key, buffer in module.named_buffers(recurse=False):
+            if key not in module._non_persistent_buffers_set:
+                prefix = f"{name}." if name else ""
+                yield clean_name(f"{prefix}{key}"), buffer.detach().to("meta")
 
 
 def _is_wrapped(model: object) -> bool:
@@ -115,6 +125,38 @@ def _wrap_set(original: Function) -> Function:
     return _viewing(original, knows_keys=True)
 
 
+def _in_state_dict(adapter_name: str) -> str:
+    """Return what comes before names of ``modules_to_save`` in a state dict."""
+    return f"modules_to_save.{adapter_name}."
+
+
+def _wrap_saved(original: Function) -> Function:
+    def adapter_state_dict(
+        self: Any, adapter_name: str, state_dict: dict[str, Any]
+    ) -> dict[str, Any]:
+        if not _is_wrapped(self):
+            return original(self, adapter_name, state_dict)  # type: ignore[no-any-return]
+        prefix = _in_state_dict(adapter_name)
+        return {
+            name.removeprefix(prefix): value
+            for name, value in state_dict.items()
+            if name.startswith(prefix)
+        }
+
+    return adapter_state_dict
+
+
+def _wrap_to_load(original: Function) -> Function:
+    def adapter_state_dict_load_map(self: Any, adapter_name: str) -> dict[str, str]:
+        if not _is_wrapped(self) or adapter_name not in self.modules_to_save:
+            return original(self, adapter_name)  # type: ignore[no-any-return]
+        prefix = _in_state_dict(adapter_name)
+        module = CleanView(self.modules_to_save[adapter_name], knows_keys=True)
+        return {name: f"{prefix}{name}" for name in module.state_dict()}
+
+    return adapter_state_dict_load_map
+
+
 PATCHES = (
     Patch(
         module="peft.utils.save_and_load",
@@ -131,5 +173,21 @@ PATCHES = (
         parameters="model peft_model_state_dict adapter_name",
         mentions="named_parameters _remap_adapter_state_dict_for_load strict",
         wrap=_wrap_set,
+    ),
+    Patch(
+        module="peft.utils.other",
+        function="ModulesToSaveWrapper.adapter_state_dict",
+        purpose="modules_to_save of wrapped models are saved by rank 0 alone",
+        parameters="self adapter_name state_dict",
+        mentions="modules_to_save state_dict",
+        wrap=_wrap_saved,
+    ),
+    Patch(
+        module="peft.utils.other",
+        function="ModulesToSaveWrapper.adapter_state_dict_load_map",
+        purpose="modules_to_save of wrapped models are loaded",
+        parameters="self adapter_name",
+        mentions="modules_to_save state_dict",
+        wrap=_wrap_to_load,
     ),
 )
