@@ -328,9 +328,19 @@ class Group(Owner):
             if group is not None and get_swap_module_params_on_conversion():
                 group.dissolve()
 
+        def show_sharded(
+            module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any
+        ) -> None:
+            group = owner()
+            if group is not None and group.is_in_step:
+                group.params.put_into(state_dict, prefix, module)
+
         for module in dict.fromkeys(place.module for place in self.params.places):
             add: Any = module.register_state_dict_pre_hook
             add(reshard)
+            handle = module._register_state_dict_hook(show_sharded)
+            # Before those of others, which may rename what they find.
+            module._state_dict_hooks.move_to_end(handle.id, last=False)
             add = module._register_load_state_dict_pre_hook
             add(before_load)
 

@@ -118,6 +118,18 @@ class ShardedParams:
             self._adopt_replaced()
         return self.sharded
 
+    def put_into(
+        self, state_dict: dict[str, Any], prefix: str, module: nn.Module
+    ) -> None:
+        """Put the sharded parameters in the places of what ``module`` shows instead."""
+        for place in self.places:
+            key = prefix + place.name
+            if place.module is not module or key not in state_dict:
+                continue
+            param = self.sharded[place.param]
+            keeps_vars = isinstance(state_dict[key], nn.Parameter)
+            state_dict[key] = param if keeps_vars else param.detach()
+
     def _take_registered(self) -> None:
         for place in self.places:
             param = place.module._parameters.get(place.name)

@@ -397,3 +397,34 @@ def test_files_of_the_other_api(rank: int) -> None:
         _train(reference, its_optim, 1, 0, 1)
         _train(wrapped, optim, 1, rank, 2)
         _assert_alike(wrapped.state_dict(), reference.state_dict())
+
+
+@distributed(world_size=2, device="cpu")
+def test_inside_forward_and_backward(rank: int) -> None:
+    """What a signal handler or another thread saves there: the sharded parameters."""
+    model = _sharded(1)
+    optim = _optimizer(model)
+    _train(model, optim, 1, rank, 2)
+    wanted = model.state_dict()
+    seen: list[dict[str, Any]] = []
+
+    def take(*_: Any) -> None:
+        seen.append(model.state_dict())
+        seen.append(model.state_dict(keep_vars=True))
+        assert seen[-1]["first.weight"] is optim.param_groups[1]["params"][0]
+
+    model.parts[0].register_forward_hook(take)
+    model.parts[0].register_full_backward_hook(take)
+    model(torch.ones(1, DIM)).sum().backward()
+    assert len(seen) == 4
+    for got in seen:
+        assert list(got) == list(wanted)
+        _assert_alike(_whole(got), _whole(wanted))
+        for name, value in wanted.items():
+            if isinstance(value, DTensor):
+                assert _address(got[name]) == _address(value)
+    _train(model, optim, 1, rank, 2)
+    reference, its_optim = _of_one_process(1)
+    reference(torch.ones(2, DIM)).sum().div(2).backward()
+    _train(reference, its_optim, 1, 0, 1)
+    _assert_alike(_whole(model.state_dict()), reference.state_dict())
