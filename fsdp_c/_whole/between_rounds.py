@@ -31,7 +31,7 @@ class BetweenRounds:
         self._before = [_plain_values(table) for table in self._tables]
         self._copies = [_copied(values) for values in self._before]
         self._after: dict[int, _Table] = {}  # by position in the groups
-        self._states = [each.state for each in _nested(optimizer)]
+        self._states = [each.state for each in nested(optimizer)]
         self._known = [set(state) for state in self._states]
         self._begun: list[dict[Any, Any]] = [{} for _ in self._states]
 
@@ -70,7 +70,7 @@ class BetweenRounds:
             state.update(begun)
 
 
-def _nested(optimizer: Optimizer) -> list[Optimizer]:
+def nested(optimizer: Optimizer) -> list[Optimizer]:
     """Return an optimizer and those that it wraps."""
     found = [optimizer]
     for each in found:
@@ -80,7 +80,7 @@ def _nested(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def _tables(optimizer: Optimizer) -> Iterator[_Table]:
-    for each in _nested(optimizer):
+    for each in nested(optimizer):
         yield from each.param_groups
         yield each.state
         yield vars(each)

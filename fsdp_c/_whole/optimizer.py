@@ -12,7 +12,7 @@ while the optimizer steps this one. The state of a parameter stays with its owne
 import copy
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 from typing import Any
 
@@ -27,6 +27,7 @@ from fsdp_c._state.parts import ParamPart
 from fsdp_c._units.collectives import on_any_rank
 from fsdp_c._units.owner import owners_in
 from fsdp_c._whole.between_rounds import BetweenRounds
+from fsdp_c._whole.choice import Chosen, chosen_groups, others_of
 from fsdp_c._whole.owned import (
     Dealt,
     Travelling,
@@ -40,6 +41,7 @@ from fsdp_c._whole.owned import (
 from fsdp_c._whole.spans import GATHER, SCATTER, STEP, span
 from fsdp_c._whole.states import (
     load_states,
+    other_entries,
     other_states,
     save_states,
     states_of_params,
@@ -47,10 +49,6 @@ from fsdp_c._whole.states import (
 
 # What an owner steps at a time, about.
 ROUND_NBYTES = 64 * 1024 * 1024
-
-# Of a parameter, by name and unsharded shape: whether the optimizer takes it.
-Chooser = Callable[[str, torch.Size], bool]
-Chosen = Chooser | Iterable[str]
 
 
 def whole_parameter_optimizer(
@@ -152,7 +150,7 @@ class WholeParameterOptimizer(Optimizer):
         parts = parts_of(model)
         self._asked = [
             (options, [part.fqn for part in members])
-            for options, members in _chosen_groups(parts, params)
+            for options, members in chosen_groups(parts, params)
         ]
         self._is_complete = self._has_begun = False
         self._round_nbytes = 0  # the most that came to this rank
@@ -175,7 +173,7 @@ class WholeParameterOptimizer(Optimizer):
         self._is_sharded = self._owner is not None
         groups = [[parts[name] for name in names] for _, names in self._asked]
         chosen = [part for members in groups for part in members]
-        others = _others(self._model, parts, chosen)
+        others = others_of(self._model, parts, chosen)
         for part in chosen:
             _check_part(part)
         costs = [self._cost(part.shape) for part in chosen]
@@ -214,8 +212,12 @@ class WholeParameterOptimizer(Optimizer):
     @property
     def held_name(self) -> str:
         """The classes of the optimizers inside, for checkpoints and messages."""
-        held = [self.optimizer, *([] if self.rest is None else [self.rest])]
-        return " and ".join(type(each).__name__ for each in held)
+        return " and ".join(type(each).__name__ for each in reversed(self._optimizers))
+
+    @property
+    def _optimizers(self) -> list[Optimizer]:
+        """The optimizers inside; what the later one keeps by name goes first."""
+        return [*([] if self.rest is None else [self.rest]), self.optimizer]
 
     @property
     def owners(self) -> dict[str, int]:
@@ -440,12 +442,14 @@ class WholeParameterOptimizer(Optimizer):
         kept = self.state
         self.state = defaultdict(dict, {k: v for k, v in kept.items() if v})
         self.state.update(own)
-        for each in (self.rest, self.optimizer):
-            self.state.update({} if each is None else other_states(each))
+        for each in self._optimizers:
+            self.state.update(other_states(each))
         try:
             result: dict[str, Any] = super().state_dict()
         finally:
             self.state = kept
+        for each in self._optimizers:
+            result.update(other_entries(each.state_dict()))
         return result
 
     @property
@@ -473,6 +477,7 @@ class WholeParameterOptimizer(Optimizer):
             for key, value in state_dict["state"].items()
             if key not in position
         }
+        entries = other_entries(state_dict)
         num_shown = sum(len(group["params"]) for group in self._whole_groups)
         load_states(
             self._model,
@@ -480,12 +485,16 @@ class WholeParameterOptimizer(Optimizer):
             self._dealt,
             self._whole_groups,
             {key: value for key, value in given.items() if key < num_shown},
+            others,
+            entries,
         )
-        self.optimizer.state.update(others)
         if self.rest is not None:
             inside = self.rest.state_dict()
-            states = {k - num_shown: v for k, v in given.items() if k >= num_shown}
-            self.rest.load_state_dict({**inside, "state": {**states, **others}})
+            states: dict[Any, Any] = {
+                k - num_shown: v for k, v in given.items() if k >= num_shown
+            }
+            states.update(others)
+            self.rest.load_state_dict({**inside, **entries, "state": states})
         self._pass_options_on()
         if given:
             self._mark_begun()
@@ -508,80 +517,6 @@ def _check_step(optimizer: Optimizer) -> None:
             "model in the middle of a round: use an optimizer that steps gradients "
             "which are there"
         )
-
-
-def _chosen_groups(
-    parts: Mapping[str, ParamPart], params: Any
-) -> list[tuple[dict[str, Any], list[ParamPart]]]:
-    """Return options and members of each group, of what the user asked for."""
-    by_name = {name: part for part in parts.values() for name in part.names}
-    asked: list[Any] = [params]
-    if isinstance(params, Sequence) and any(isinstance(p, Mapping) for p in params):
-        asked = list(params)
-    groups = []
-    taken: set[ParamPart] = set()
-    for each in asked:
-        is_group = isinstance(each, Mapping)
-        options = {k: v for k, v in each.items() if k != "params"} if is_group else {}
-        members = _chosen(by_name, parts, each["params"] if is_group else each)
-        for part in members:
-            if part in taken:
-                raise ValueError(f"parameter {part.fqn!r} is chosen twice")
-            taken.add(part)
-        groups.append((options, members))
-    if not taken:
-        raise ValueError(
-            "no parameter is chosen: the model has "
-            + ", ".join(f"{n!r} {tuple(p.shape)}" for n, p in list(parts.items())[:5])
-        )
-    return groups
-
-
-def _chosen(
-    by_name: Mapping[str, ParamPart], parts: Mapping[str, ParamPart], asked: Any
-) -> list[ParamPart]:
-    if asked is None:
-        return [part for part in parts.values() if part.param.requires_grad]
-    if callable(asked):
-        return [
-            part
-            for name, part in parts.items()
-            if part.param.requires_grad and asked(name, part.shape)
-        ]
-    found = []
-    for name in asked:
-        if not isinstance(name, str):
-            raise TypeError(
-                "params must be a function of name and shape, names, or groups with "
-                f"these, got {type(name).__name__}: a parameter of a sharded model is "
-                "a part, which has no name of its own"
-            )
-        if name not in by_name:
-            raise ValueError(f"the model has no parameter {name!r}")
-        found.append(by_name[name])
-    return found
-
-
-def _others(
-    model: nn.Module, parts: Mapping[str, ParamPart], chosen: Sequence[ParamPart]
-) -> list[nn.Parameter]:
-    """Return the model's other parameters that are trained.
-
-    Raises:
-        ValueError: A flat parameter has both kinds.
-    """
-    taken = {part.param for part in chosen}
-    for part in parts.values():
-        if part.param in taken and part not in chosen:
-            raise ValueError(
-                f"parameter {part.fqn!r} is not chosen, and lies in a flat parameter "
-                "with others that are: wrap with use_orig_params=True, or choose all"
-            )
-    return [
-        param
-        for param in model.parameters()
-        if param.requires_grad and param not in taken
-    ]
 
 
 def _check_part(part: ParamPart) -> None:

@@ -17,6 +17,7 @@ from fsdp_c._state.optim.classes import describe_state, special_tensor, values_o
 from fsdp_c._state.optim.keys import keys_of_input
 from fsdp_c._state.optim.states import ParamState, assemble, load_keeping_dtypes
 from fsdp_c._state.optim.states import collect as collect_states
+from fsdp_c._whole.between_rounds import nested
 from fsdp_c._whole.owned import Dealt, Travelling, WholeParam, gather, parts_of, scatter
 
 # By name: the dtype of state with one value per element; None: it is something else.
@@ -25,6 +26,11 @@ _Kinds = dict[str, torch.dtype | None]
 
 def states_of_params(optimizer: Optimizer) -> dict[Any, Any]:
     return {k: v for k, v in optimizer.state.items() if isinstance(k, Tensor)}
+
+
+def other_entries(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an optimizer adds to its state dict, such as heavyball's settings."""
+    return {k: v for k, v in state_dict.items() if k not in ("state", "param_groups")}
 
 
 def other_states(optimizer: Optimizer) -> dict[Any, Any]:
@@ -41,7 +47,18 @@ def save_states(
     """Return the state of the sharded parameters. Collective.
 
     ``optimizer`` is this rank's, of wholes; ``groups`` are those of sharded parameters.
+
+    Raises:
+        ValueError: It wraps an optimizer that has state of its own.
     """
+    for each in nested(optimizer):
+        if each.state is not optimizer.state:
+            raise ValueError(
+                f"{type(optimizer).__name__} keeps its state apart from that of the "
+                f"{type(each).__name__} in it, so that no state dict of sharded "
+                "parameters has both: save them on their owners, or use an optimizer "
+                "whose state is in one place"
+            )
 
     def state_of(whole: WholeParam) -> Mapping[str, Any]:
         return optimizer.state.get(dealt.shown[whole], {}) if whole.is_mine else {}
@@ -137,10 +154,13 @@ def load_states(
     dealt: Dealt,
     groups: Sequence[Mapping[str, Any]],
     given: Mapping[int, Mapping[str, Any]],
+    others: Mapping[Any, Any],
+    entries: Mapping[str, Any],
 ) -> None:
     """Load the state of the sharded parameters into the owners' optimizers. Collective.
 
-    ``given`` is by position in ``groups``; else as :func:`save_states`.
+    ``given`` is by position in ``groups``, ``others`` the state of no parameter and
+    ``entries`` what else the state dict has; else as :func:`save_states`.
     """
     states = collect_states(
         model,
@@ -184,5 +204,6 @@ def load_states(
                 loaded[dealt.shown[whole]][name] = own.view(whole.shape)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     owned = {key: loaded[param] for key, param in enumerate(params) if loaded[param]}
-    state_dict = {**optimizer.state_dict(), "state": owned}
+    state = {**owned, **others}
+    state_dict = {**optimizer.state_dict(), **entries, "state": state}
     load_keeping_dtypes(optimizer, state_dict, dict(enumerate(params)))

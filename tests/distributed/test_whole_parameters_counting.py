@@ -147,3 +147,69 @@ def test_state_of_no_parameter_is_saved(
         checkpoint.save(tmp_path / "saved", run.model, run.optimizer)
         checkpoint.load(tmp_path / "saved", other.model, other.optimizer)
     other.train(2, first=2)
+
+
+class OwnEntry(NamedCount):
+    """Adds an entry to its state dict, as heavyball and StableSPAM do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.num_steps = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.num_steps += 1
+        super().step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "num_steps": self.num_steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.num_steps = state_dict["num_steps"]
+
+
+@distributed(world_size=2)
+def test_entries_of_state_dicts(tmp_path: Path) -> None:
+    """state_dict() has them; what has states and groups alone says so."""
+    run, other = (Run("FSDP", OwnEntry) for _ in range(2))
+    run.train(2)
+    other.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+    assert other.optimizer.optimizer.num_steps == 2
+    plain = OwnEntry(run.model.parameters())
+    for save in (
+        lambda: FSDP.optim_state_dict(run.model, run.optimizer),
+        lambda: FSDP.optim_state_dict(run.model, plain),
+        lambda: checkpoint.save(tmp_path / "saved", run.model, run.optimizer),
+    ):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            save()
+        assert any("'num_steps', which is not saved" in str(w.message) for w in caught)
+
+
+class Wrapping(Optimizer):
+    """Keeps state apart from that of the optimizer in it, as Lookahead does."""
+
+    def __init__(self, params: Any) -> None:
+        self.inside = torch.optim.AdamW(params)
+        super().__init__(self.inside.param_groups, {})
+
+    def step(self, closure: Any = None) -> None:
+        self.inside.step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inside": self.inside.state_dict()}
+
+
+@distributed(world_size=2)
+def test_an_optimizer_in_another_is_not_saved_in_part(tmp_path: Path) -> None:
+    run = Run("FSDP", Wrapping)
+    run.step(0)
+    run.check()
+    with pytest.raises(ValueError, match="Wrapping keeps its state apart from that of"):
+        run.optimizer.state_dict()
+    plain = Wrapping(run.model.parameters())
+    with pytest.raises(ValueError, match=r"\['inside'\] and no 'state'"):
+        FSDP.optim_state_dict(run.model, plain)
+    with pytest.raises(Exception, match=r"\['inside'\] and no 'state'"):
+        checkpoint.save(tmp_path / "saved", run.model, plain)

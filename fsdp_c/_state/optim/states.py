@@ -7,6 +7,7 @@ other for all parameters. Nothing here communicates.
 """
 
 import copy
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from fsdp_c._state.optim.classes import (
     class_name,
     describe_state,
+    optimizer_name,
     special_tensor,
     values_of,
 )
@@ -61,12 +63,16 @@ def collect(
     """Return the states of ``optim`` by parameter name; the tensors are its own.
 
     By default ``parts`` are those of the units in ``model``, ``state_dict`` is
-    ``optim.state_dict()``, and ``keys`` are those in it.
+    ``optim.state_dict()``, and ``keys`` are those in it. Warns of what else is in it.
+
+    Raises:
+        ValueError: It has no states.
     """
     if parts is None:
         parts = find_parts(model)
     if state_dict is None:
         state_dict = optim.state_dict()
+    _check_entries(optim, state_dict)
     if keys is None:
         keys = keys_of_optimizer(model, optim, is_named=uses_names(state_dict))
     keys = keys.with_parts(parts)
@@ -109,6 +115,22 @@ def collect(
         groups_by_name(state_dict, keys),
         {k: v for k, v in given.items() if k not in keys.param_of_key},
     )
+
+
+def _check_entries(optim: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+    what = f"the state dict of {optimizer_name(optim)}"
+    if "state" not in state_dict:
+        raise ValueError(
+            f"{what} has {sorted(map(str, state_dict))} and no 'state': an optimizer "
+            "that wraps another one cannot be saved by parameter names"
+        )
+    entries = [key for key in state_dict if key not in ("state", "param_groups")]
+    if entries:
+        warnings.warn(
+            f"{what} has {', '.join(map(repr, entries))}, which is not saved with the "
+            "states of parameters: save it beside them",
+            stacklevel=5,
+        )
 
 
 def give_values(
