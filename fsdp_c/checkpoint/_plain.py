@@ -5,6 +5,7 @@ What JSON lacks is an object with one member that begins with ``$``:
 
     {"$float": "inf"}            nan, inf, -inf
     {"$tuple": [...]}
+    {"$set": [...]}              ordered by their repr(), so that files are equal
     {"$dict": [[key, value]]}    other keys than str, or keys that begin with "$"
     {"$bytes": "hex"}
     {"$scalar": ["F32", 3.0]}    a 0-dim tensor, exact
@@ -68,6 +69,12 @@ def encode(
             for index, item in enumerate(value)
         ]
         return items if isinstance(value, list) else {"$tuple": items}
+    if isinstance(value, set):
+        where = f"a member of {where}"
+        members = sorted(value, key=repr)
+        return {
+            "$set": [encode(each, where, put_tensor, depth + 1) for each in members]
+        }
     if isinstance(value, dict):
         pairs = [
             (key, encode(item, f"{where}[{key!r}]", put_tensor, depth + 1))
@@ -81,8 +88,8 @@ def encode(
         }
     raise TypeError(
         f"{where} is a {type(value).__name__}, which a checkpoint cannot hold (it "
-        "takes None, bool, int, float, str, bytes, list, tuple, dict and tensors): "
-        "convert it, or leave it out"
+        "takes None, bool, int, float, str, bytes, list, tuple, set, dict and "
+        "tensors): convert it, or leave it out"
     )
 
 
@@ -121,6 +128,8 @@ def _decode(value: Any, get_tensor: Callable[[str], Tensor]) -> Any:
             return _SPECIAL[content]
         if tag == "$tuple" and isinstance(content, list):
             return tuple(_decode(item, get_tensor) for item in content)
+        if tag == "$set" and isinstance(content, list):
+            return _decode_set(content, get_tensor)
         if tag == "$bytes" and isinstance(content, str):
             return _decode_bytes(content)
         if tag == "$tensor" and isinstance(content, str):
@@ -137,6 +146,16 @@ def _decode_bytes(content: str) -> bytes:
         return bytes.fromhex(content)
     except ValueError:
         raise ValueError(f"{content!r:.80} is not hexadecimal") from None
+
+
+def _decode_set(content: list[Any], get_tensor: Callable[[str], Tensor]) -> Any:
+    try:
+        members = {_decode(each, get_tensor) for each in content}
+    except TypeError as error:
+        raise ValueError(f"a member of {content!r:.80}: {error}") from None
+    if len(members) != len(content):
+        raise ValueError(f"a member of {content!r:.80} appears twice")
+    return members
 
 
 def _decode_dict(content: list[Any], get_tensor: Callable[[str], Tensor]) -> Any:

@@ -90,6 +90,9 @@ def _round_trip(value: Any) -> Any:
         {"a": {"b": ()}},
         {1: 2, None: 3, (1, "a"): 4, "$x": 5},
         {"$tuple": [1]},
+        {"$set": [1]},
+        set(),
+        {1, "a", (2, None), False},
     ],
 )
 def test_plain_values(value: Any) -> None:
@@ -125,6 +128,9 @@ UNKNOWN = "is not a value that a checkpoint can hold"
         ({"$float": "1"}, UNKNOWN),
         ({"$float": ["nan"]}, UNKNOWN),
         ({"$bytes": "xx"}, "'xx' is not hexadecimal"),
+        ({"$set": 1}, UNKNOWN),
+        ({"$set": [[]]}, "a member of .* unhashable"),
+        ({"$set": [1, 1]}, "appears twice"),
         ({"$dict": [[1]]}, "is not a list of keys and values"),
         ({"$dict": [[[], 1]]}, "a key of .* unhashable"),
         ({"$dict": [[1, 1], [1, 2]]}, "appears twice"),
