@@ -28,6 +28,7 @@ from fsdp_c._units.collectives import on_any_rank
 from fsdp_c._units.owner import owners_in
 from fsdp_c._whole.between_rounds import BetweenRounds
 from fsdp_c._whole.choice import Chosen, chosen_groups, others_of
+from fsdp_c._whole.options import differs, digest_flags, warn_of_difference
 from fsdp_c._whole.owned import (
     Dealt,
     Travelling,
@@ -152,7 +153,7 @@ class WholeParameterOptimizer(Optimizer):
             (options, [part.fqn for part in members])
             for options, members in chosen_groups(parts, params)
         ]
-        self._is_complete = self._has_begun = False
+        self._is_complete = self._has_begun = self._has_warned = False
         self._round_nbytes = 0  # the most that came to this rank
         shown = self._bind(parts)
         super().__init__(
@@ -390,13 +391,17 @@ class WholeParameterOptimizer(Optimizer):
             has_grad = [whole.part.param.grad is not None for whole in members]
             its_problem = next(filter(None, map(_problem, members)), None)
             problem = problem or its_problem
-            flags = [*has_grad, its_problem is not None]
+            flags = [*has_grad, its_problem is not None, *digest_flags(self.optimizer)]
             for group in grid.groups:
                 what = "agreement on gradients of whole parameters"
                 flags = on_any_rank(flags, group, grid.device, what)
-            if flags[-1] and problem is None:
+            has_problem, *digests = flags[len(members) :]
+            if has_problem and problem is None:
                 problem = "another rank cannot step a gradient: see its error"
-            found += compress(members, flags)  # the last flag is no member's
+            found += compress(members, flags)  # the last flags are no member's
+            if differs(digests) and not self._has_warned:
+                self._has_warned = True
+                warn_of_difference(self.optimizer)
         if problem is not None:
             raise RuntimeError(problem)
         return found

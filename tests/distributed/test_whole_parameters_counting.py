@@ -213,3 +213,36 @@ def test_an_optimizer_in_another_is_not_saved_in_part(tmp_path: Path) -> None:
         FSDP.optim_state_dict(run.model, plain)
     with pytest.raises(Exception, match=r"\['inside'\] and no 'state'"):
         checkpoint.save(tmp_path / "saved", run.model, plain)
+
+
+class Distance(Optimizer):
+    """Has a rate that it takes from all gradients of a group, as Prodigy does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "d": 1.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            group["d"] += sum(float(p.grad.norm()) for p in params)
+            for param in params:
+                param.sub_(param.grad, alpha=group["lr"] * group["d"])
+
+
+@pytest.mark.parametrize("api", ["FSDP", "fully_shard"])
+@distributed(world_size=(2, 3))
+def test_a_number_of_all_parameters_is_warned_of(api: str) -> None:
+    """Once; a schedule that all ranks follow is no difference."""
+    run = Run(api, Distance)
+    run.step(0)
+    with pytest.warns(UserWarning, match=r"Distance differ between ranks \(here d="):
+        run.step(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run.step(2)
+        other = Run(api, NamedCount)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(other.optimizer, 0.5)
+        for number in range(3):
+            other.step(number)
+            schedule.step()
