@@ -244,13 +244,26 @@ def test_processes_without_a_group(
 
 
 def test_models_that_ignore_the_count() -> None:
-    from transformers import (
-        GPT2LMHeadModel,
-        LlamaForCausalLM,
-        T5ForConditionalGeneration,
-    )
+    import transformers
 
-    assert ignores_count(T5ForConditionalGeneration.forward)
-    assert not ignores_count(LlamaForCausalLM.forward)
-    assert not ignores_count(GPT2LMHeadModel.forward)
-    assert not ignores_count(len)
+    size = {"hidden_size": 8, "num_hidden_layers": 0, "num_attention_heads": 1}
+    llama = {**size, "intermediate_size": 8, "vocab_size": 8}
+    dinov2 = {**size, "image_size": 4, "patch_size": 2}
+
+    def ignores(name: str, config: str, **values: Any) -> bool:
+        settings = getattr(transformers, config)(**values)
+        return ignores_count(getattr(transformers, name)(settings))
+
+    t5 = {"d_model": 8, "d_kv": 8, "d_ff": 8, "num_layers": 0, "vocab_size": 8}
+    assert ignores("T5ForConditionalGeneration", "T5Config", **t5)
+    assert not ignores("LlamaForCausalLM", "LlamaConfig", **llama)
+    assert not ignores("GPT2LMHeadModel", "GPT2Config", n_layer=0, n_embd=8, n_head=1)
+    # Their loss functions could use it, but do not get it.
+    assert ignores("LlamaForSequenceClassification", "LlamaConfig", **llama)
+    assert ignores("LlamaForTokenClassification", "LlamaConfig", **llama)
+    assert not ignores("LlamaForQuestionAnswering", "LlamaConfig", **llama)
+    # Of one function, the loss of classes uses it, and that of regression does not.
+    classes = "Dinov2ForImageClassification"
+    assert not ignores(classes, "Dinov2Config", num_labels=2, **dinov2)
+    assert ignores(classes, "Dinov2Config", num_labels=1, **dinov2)
+    assert not ignores_count(nn.Identity())

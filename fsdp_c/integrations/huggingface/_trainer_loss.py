@@ -1,12 +1,15 @@
 """transformers' Trainer: the loss of models that do not count tokens.
 
 Seen in transformers 5.23.0, ``trainer.py``: a model whose forward takes any keyword
-is assumed to divide its loss by ``num_items_in_batch``. T5 ignores it: its loss and
-gradients are then multiplied by the number of ranks, and are not divided by the steps
-of gradient accumulation.
+is assumed to divide its loss by ``num_items_in_batch``. Some ignore it: T5 computes its
+own loss, and models that classify sequences, tokens and images call their
+``loss_function`` without it. Their loss and gradients are then multiplied by the number
+of ranks, and are not divided by the steps of gradient accumulation.
 """
 
+import ast
 import inspect
+import textwrap
 import warnings
 from typing import Any
 
@@ -26,17 +29,59 @@ OWN_LOSSES = frozenset(
         "mse_loss",
     }
 )
-COUNTING = frozenset({"loss_function", "num_items_in_batch"})
+LIBRARY = "transformers"
+LOSS = "loss_function"  # of its PreTrainedModel
+COUNT = "num_items_in_batch"
+# Names in those of its loss functions that use the count.
+COUNTING = frozenset({COUNT, "fixed_cross_entropy"})
 
 
-def ignores_count(forward: Function) -> bool:
-    """Return whether a model's forward computes a mean loss of its own."""
-    function = inspect.unwrap(forward)
+def ignores_count(model: Any) -> bool:
+    """Return whether a model's loss is a mean whatever ``num_items_in_batch`` is."""
+    function = inspect.unwrap(model.forward)
     function = getattr(function, "__func__", function)
     if not inspect.isfunction(function):
         return False
     mentioned = mentioned_by(function)
-    return bool(mentioned & OWN_LOSSES) and not mentioned & COUNTING
+    if COUNT in mentioned:
+        return False
+    if LOSS in mentioned:
+        return not (_passes_keywords(function) and _loss_counts(model))
+    return bool(mentioned & OWN_LOSSES)
+
+
+def _passes_keywords(forward: Function) -> bool:
+    """Return whether a call of ``self.loss_function`` gets forward's keywords."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+    except (OSError, SyntaxError):  # no source: as the Trainer assumes
+        return True
+    return any(
+        keyword.arg is None
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and call.func.attr == LOSS
+        for keyword in call.keywords
+    )
+
+
+def _loss_counts(model: Any) -> bool:
+    """Return whether the loss that a model's configuration names takes the count."""
+    loss = getattr(model, LOSS, None)
+    if not inspect.isfunction(loss) or loss.__module__.partition(".")[0] != LIBRARY:
+        return True
+    mentioned = mentioned_by(loss)
+    if not mentioned & COUNTING:
+        return False
+    return not mentioned & OWN_LOSSES or not _is_regression(model.config)
+
+
+def _is_regression(config: Any) -> bool:
+    kind = getattr(config, "problem_type", None)
+    return kind != "single_label_classification" and (
+        kind is not None or getattr(config, "num_labels", None) == 1
+    )
 
 
 def _unwrapped(trainer: Any) -> Any:
@@ -51,7 +96,7 @@ def _wrap_init(original: Function) -> Function:
         if not self.is_fsdp_enabled or not self.model_accepts_loss_kwargs:
             return
         model = _unwrapped(self)
-        if hasattr(model, "accepts_loss_kwargs") or not ignores_count(model.forward):
+        if hasattr(model, "accepts_loss_kwargs") or not ignores_count(model):
             return
         self.model_accepts_loss_kwargs = False
         warnings.warn(
