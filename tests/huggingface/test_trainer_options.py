@@ -272,6 +272,9 @@ CASES = {
         _groups("LlamaForCausalLM", "Embedding", "LlamaRMSNorm+Linear"),
         shared={"max_grad_norm": 0.0},
     ),
+    "version_2_label_smoothing": _Case(
+        {"version": 2}, _groups(*_GROUPS), shared={"label_smoothing_factor": 0.1}
+    ),
     "version_2_activation_checkpointing": _Case(
         {"version": 2, "activation_checkpointing": "true"},
         _groups(*_GROUPS, *(("CheckpointWrapper",) * 3)),

@@ -1,13 +1,18 @@
-"""transformers' Trainer: the loss of models that do not count tokens.
+"""transformers' Trainer: the loss of models that do not count tokens, or are renamed.
 
-Seen in transformers 5.23.0, ``trainer.py``: a model whose forward takes any keyword
-is assumed to divide its loss by ``num_items_in_batch``. Some ignore it: T5 computes its
-own loss, and models that classify sequences, tokens and images call their
-``loss_function`` without it. Their loss and gradients are then multiplied by the number
-of ranks, and are not divided by the steps of gradient accumulation.
+Seen in transformers 5.23.0, ``trainer.py``:
+
+* A model whose forward takes any keyword is assumed to divide its loss by
+  ``num_items_in_batch``. Some ignore it: T5 computes its own loss, and models that
+  classify sequences, tokens and images call their ``loss_function`` without it. Their
+  loss and gradients are then multiplied by the number of ranks, and are not divided by
+  the steps of gradient accumulation.
+* With ``label_smoothing_factor`` the name of the model's class decides whether labels
+  are shifted. fully_shard names it FSDPLlamaForCausalLM, which is none of the known.
 """
 
 import ast
+import functools
 import inspect
 import textwrap
 import warnings
@@ -91,11 +96,19 @@ def _unwrapped(trainer: Any) -> Any:
 
 
 def _wrap_init(original: Function) -> Function:
+    causal = original.__globals__["MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"]
+
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        if not self.is_fsdp_enabled or not self.model_accepts_loss_kwargs:
+        if not self.is_fsdp_enabled:
             return
-        model = _unwrapped(self)
+        model = _unwrapped(self)  # not sharded yet
+        if self.label_smoother is not None and type(model).__name__ in causal.values():
+            self.label_smoother = functools.partial(
+                self.label_smoother, shift_labels=True
+            )
+        if not self.model_accepts_loss_kwargs:
+            return
         if hasattr(model, "accepts_loss_kwargs") or not ignores_count(model):
             return
         self.model_accepts_loss_kwargs = False
@@ -113,9 +126,12 @@ PATCHES = (
     Patch(
         module="transformers.trainer",
         function="Trainer.__init__",
-        purpose="the loss of models like T5 is not multiplied by the number of ranks",
+        purpose=(
+            "the loss of models like T5 is not multiplied by the number of ranks, and "
+            "label smoothing with version 2 shifts the labels of causal models"
+        ),
         parameters="self model args",
-        mentions="model_accepts_loss_kwargs VAR_KEYWORD",
+        mentions="model_accepts_loss_kwargs VAR_KEYWORD label_smoother",
         wrap=_wrap_init,
     ),
 )
