@@ -239,10 +239,19 @@ def _show_stacks(stacks: IO[str]) -> None:
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True, chain=True)
 
 
+def _be_harsh() -> None:
+    """Collect garbage all the time, change threads, and fill new memory with NaN."""
+    gc.set_threshold(25, 2, 2)
+    sys.setswitchinterval(1e-6)
+    torch.use_deterministic_algorithms(True)  # and so torch.empty() is filled
+
+
 def main(config: WorkerConfig, connection: Connection) -> None:
     """Serve tests until the parent says stop or goes away."""
     _take_over(config)
     torch.set_num_threads(1)
+    if os.environ.get("FSDP_C_TEST_HARSH") == "1":
+        _be_harsh()
     with config.stacks.open("w") as stacks:
         _show_stacks(stacks)
         backend = set_up_device(config.device, config.rank, config.world_size)
