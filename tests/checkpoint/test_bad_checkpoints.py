@@ -280,7 +280,7 @@ def test_what_cannot_be_saved(rank: int, tmp_path: Path) -> None:
     loop.append(loop)
     for extra, message in (
         ({"a": [object()]}, r"extra\['a'\]\[0\] is a object, which"),
-        ({1, 2}, "extra is a set"),
+        (frozenset({1}), "extra is a frozenset"),
         (loop, "contains itself"),
         (torch.zeros(2, dtype=torch.complex128), "complex128"),
     ):
