@@ -8,6 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 from torch.distributed.checkpoint import FileSystemWriter, save
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -23,6 +26,7 @@ from fsdp_c import (
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     StateDictType,
+    fully_shard,
 )
 from fsdp_c.integrations.huggingface import IntegrationWarning, installed
 from fsdp_c.integrations.huggingface._accelerate_optimizer import (
@@ -253,6 +257,25 @@ def test_adapters_are_saved_and_loaded(rank: int, kind: str) -> None:
                 assert torch.equal(value, expected[key]), name
             else:
                 assert not value.any(), name
+
+
+@distributed(world_size=2, timeout_s=300)
+def test_adapters_under_activation_checkpointing() -> None:
+    """As accelerate wraps layers before fully_shard(): their names change."""
+    with installed():
+        model = _with_adapter()
+        from peft import get_peft_model_state_dict
+
+        state = get_peft_model_state_dict(model)
+        expected = {name: value.clone() for name, value in state.items()}
+        apply_activation_checkpointing(
+            model, check_fn=lambda module: isinstance(module, Block)
+        )
+        fully_shard(model)
+        saved = get_peft_model_state_dict(model)
+        assert saved.keys() == expected.keys()
+        for name, value in saved.items():
+            assert torch.equal(value.full_tensor(), expected[name]), name
 
 
 # torch's own users of the class by name -----------------------------------------

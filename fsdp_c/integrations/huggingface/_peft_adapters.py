@@ -5,6 +5,7 @@ Seen in peft 0.21.2, ``utils/save_and_load.py``, ``utils/other.py`` and
 
 * Names of modules lose ``_fsdp_wrapped_module.`` only where they begin with it. With
   units inside the model no key fits any more, and an empty adapter is saved.
+  Nor do those of fully_shard(), if the Trainer's activation_checkpointing wraps layers.
 * The loaded keys lose ``base_model.model.``, because no name of a parameter of the
   wrapped model begins with it. Nothing is loaded, and nothing said.
 * The keys to load are looked up in ``model.state_dict()``, which is empty on the other
@@ -103,14 +104,23 @@ def _is_wrapped(model: object) -> bool:
     return isinstance(model, nn.Module) and any(True for _ in sharded_modules(model))
 
 
+def _has_wrappers(model: object) -> bool:
+    """Return whether names of modules are not those in its state dict."""
+    return _is_wrapped(model) or (
+        isinstance(model, nn.Module)
+        and any(isinstance(module, ActivationWrapper) for module in model.modules())
+    )
+
+
 def _viewing(original: Function, *, knows_keys: bool) -> Function:
+    is_viewed = _is_wrapped if knows_keys else _has_wrappers
     signature = inspect.signature(original)
 
     def with_view(*args: Any, **kwargs: Any) -> Any:
         call = signature.bind(*args, **kwargs)
         model = call.arguments["model"]
         model = getattr(model, "_orig_mod", model)
-        if _is_wrapped(model):
+        if is_viewed(model):
             call.arguments["model"] = CleanView(model, knows_keys=knows_keys)
         return original(*call.args, **call.kwargs)
 
