@@ -22,7 +22,7 @@ from fsdp_c.checkpoint._dtypes import dtype_name
 from fsdp_c.checkpoint._files import FileItem
 from fsdp_c.checkpoint._manifest import Manifest, OptimSpec, StateSpec, UnitSpec
 from fsdp_c.checkpoint._parallel_parts import with_rows
-from fsdp_c.checkpoint._plain import encode
+from fsdp_c.checkpoint._plain import encode, encode_name, without_constants
 from fsdp_c.checkpoint._random_states import random_states
 from fsdp_c.checkpoint._rank_entry import model_key, state_key
 from fsdp_c.checkpoint._ranks import Ranks
@@ -165,12 +165,15 @@ def _add_state(
     collected: Collected, optim: torch.optim.Optimizer, name: str, state: ParamState
 ) -> None:
     where = f"optimizer state of {name!r}"
+    for key in (*state.special, *state.sharded):
+        if not isinstance(key, str):
+            raise TypeError(f"{where} has the name {key!r}, which is not a string")
     collected.states[name] = StateSpec(
         {
             key: dtype_name(value.dtype, f"{where}, {key!r},")
             for key, value in sorted({**state.special, **state.sharded}.items())
         },
-        tuple(state.plain),
+        tuple(encode_name(key, where) for key in state.plain),
         tuple(state.special),
     )
     for key, special in state.special.items():
@@ -182,7 +185,9 @@ def _add_state(
         collected.items.append(item)
     if state.plain:
         collected.plain[name] = {
-            key: encode(value, f"{where}, {key!r},", collected.put_tensor)
+            encode_name(key, where): encode(
+                value, f"{where}, {key!r},", collected.put_tensor
+            )
             for key, value in state.plain.items()
         }
 
@@ -202,7 +207,9 @@ def _manifest(
         optim_spec = OptimSpec(
             optimizer_name(optim),
             [
-                encode(group, f"parameter group {number}", put_tensor)
+                encode(
+                    without_constants(group), f"parameter group {number}", put_tensor
+                )
                 for number, group in enumerate(states.param_groups or [])
             ],
             encode(states.others, "other state of the optimizer", put_tensor),

@@ -24,7 +24,7 @@ from fsdp_c.checkpoint._dtypes import dtype_named
 from fsdp_c.checkpoint._manifest import OptimSpec, ParamSpec, StateSpec, WholeSpec
 from fsdp_c.checkpoint._memory import is_direct
 from fsdp_c.checkpoint._parallel_parts import held_of_rows, rows_to_read
-from fsdp_c.checkpoint._plain import decode, tensor_keys
+from fsdp_c.checkpoint._plain import decode, decode_name, tensor_keys, without_constants
 from fsdp_c.checkpoint._plan import Plain, find_plain, plan_reads
 from fsdp_c.checkpoint._source import Source
 from fsdp_c.checkpoint._special import SpecialState
@@ -184,7 +184,9 @@ class OptimLoad:
         device_of = {fqn: s.part.param.device for fqn, s in self._states.items()}
         for fqn, plain in self._plain.items():
             self._states[fqn].plain = {
-                key: _on_device(decode(value, plain.rank.tensor), device_of[fqn], key)
+                decode_name(key): _on_device(
+                    decode(value, plain.rank.tensor), device_of[fqn], key
+                )
                 for key, value in plain.values.items()
             }
         self._prepare_special()
@@ -289,6 +291,9 @@ class OptimLoad:
         keys = keys.with_parts(parts)
         target = current["param_groups"]
         groups = groups_for_optimizer(self._groups, keys, target=target)
+        for group, own in zip(groups, target, strict=True):
+            kept = own.keys() - without_constants(own).keys()
+            group.update((name, own[name]) for name in kept)
         held = held_of_rows(states, self._held)
         return keys, {"state": assemble(keys, held), "param_groups": groups}
 

@@ -14,8 +14,10 @@ What JSON lacks is an object with one member that begins with ``$``:
 Other values are refused. Nothing is pickled.
 """
 
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from enum import Enum
 from typing import Any
 
 import torch
@@ -100,6 +102,40 @@ def _encode_tensor(
     if value.dim() > 0 or value.dtype not in _SCALARS:
         return {"$tensor": put_tensor(value)}
     return {"$scalar": [dtype, encode(value.item(), where, put_tensor)]}
+
+
+def without_constants(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options but for classes, functions, dtypes and members of an Enum.
+
+    A program makes its optimizer with these anew, and they do not change in training.
+    """
+    return {
+        name: value
+        for name, value in options.items()
+        if not isinstance(value, (type, Enum, torch.dtype))
+        and not inspect.isroutine(value)
+    }
+
+
+def encode_name(name: Any, where: str) -> str:
+    """Return the name of a state as a string; integers begin with ``$``.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if type(name) is int:
+        return f"${name}"
+    if not isinstance(name, str) or name.startswith("$"):
+        raise TypeError(
+            f"{where} has the name {name!r}, which a checkpoint cannot hold: it takes "
+            "int, and str without $ at the beginning"
+        )
+    return name
+
+
+def decode_name(name: str) -> Any:
+    """Undo :func:`encode_name`."""
+    return int(name[1:]) if name.startswith("$") else name
 
 
 def decode(value: Any, get_tensor: Callable[[str], Tensor]) -> Any:

@@ -187,6 +187,38 @@ def test_entries_of_state_dicts(tmp_path: Path) -> None:
         assert any("'num_steps', which is not saved" in str(w.message) for w in caught)
 
 
+class Nested(Optimizer):
+    """Has its state as heavyball has it, and options that are no numbers."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "kind": Nested, "dtype": torch.float32})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            assert group["kind"] is Nested
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param].setdefault(0, {"begun": set()})
+                    if 0 not in state["begun"]:
+                        state["m"] = torch.zeros_like(param, dtype=group["dtype"])
+                        state["begun"].add(0)
+                    state["m"].add_(param.grad)
+                    param.sub_(state["m"], alpha=group["lr"])
+
+
+@pytest.mark.parametrize("api", ["FSDP", "fully_shard"])
+@distributed(world_size=2)
+def test_nested_states_in_files(api: str, tmp_path: Path) -> None:
+    """Named by numbers, with sets; classes and dtypes are the new optimizer's."""
+    run, other = (Run(api, Nested) for _ in range(2))
+    run.train(2)
+    copy_values(run, other)
+    checkpoint.save(tmp_path / "saved", run.model, run.optimizer)
+    checkpoint.load(tmp_path / "saved", other.model, other.optimizer)
+    other.train(2, first=2)
+
+
 class Wrapping(Optimizer):
     """Keeps state apart from that of the optimizer in it, as Lookahead does."""
 
