@@ -8,14 +8,22 @@ import warnings
 import zlib
 from collections.abc import Sequence
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 _NUM_BITS = 8  # of a digest
 
 
 def _numbers(optimizer: Optimizer, group: int) -> dict[str, float]:
-    options = optimizer.param_groups[group]
-    return {k: v for k, v in options.items() if isinstance(v, float)}
+    """Return the floats among a group's options, but for those on a device."""
+    found = {}
+    for name, value in optimizer.param_groups[group].items():
+        if isinstance(value, Tensor):
+            if value.numel() == 1 and value.is_cpu and value.is_floating_point():
+                found[name] = float(value)
+        elif isinstance(value, float):
+            found[name] = value
+    return found
 
 
 def digest_flags(optimizer: Optimizer) -> list[bool]:

@@ -14,7 +14,7 @@ from fsdp_c import checkpoint, whole_parameter_optimizer
 from helpers.distributed import distributed
 from helpers.impl import FSDP
 from helpers.matrix_optimizers import TensorNorm, muon
-from helpers.whole_runs import Run, copy_values, is_hidden
+from helpers.whole_runs import Run, assert_states, copy_values, is_hidden, plain_states
 
 
 class Counting(Optimizer):
@@ -217,6 +217,25 @@ def test_nested_states_in_files(api: str, tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "saved", run.model, run.optimizer)
     checkpoint.load(tmp_path / "saved", other.model, other.optimizer)
     other.train(2, first=2)
+
+
+class Sliced(torch.optim.SGD):
+    """Keeps some values of a parameter, as Prodigy does: of small ones, one."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.state[param]["some"] = param.flatten()[::100].detach().clone()
+        super().step(closure)
+
+
+@distributed(world_size=2)
+def test_states_of_one_element_with_a_stride() -> None:
+    run = Run("FSDP", Sliced)
+    run.train(1)
+    saved = FSDP.optim_state_dict(run.model, run.optimizer)["state"]
+    assert_states(saved, plain_states(run))
 
 
 class Wrapping(Optimizer):

@@ -313,7 +313,9 @@ def same_value(first: Any, second: Any) -> bool:
 
 
 def _as_bytes(value: Tensor) -> Tensor:
-    return value.detach().cpu().reshape(-1).contiguous().view(torch.uint8)
+    flat = value.detach().cpu().reshape(-1).contiguous()
+    # One element is contiguous with any stride; Prodigy's slices have such ones.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
 def describe(value: Any) -> str:
