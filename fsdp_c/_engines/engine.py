@@ -28,6 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fsdp_c import _native
 from fsdp_c._engines.in_backward import adopt_in_backward_optimizers
 from fsdp_c._engines.order_warning import watch_order
+from fsdp_c._engines.replaced_params import watch_optimizers
 from fsdp_c._engines.shard_reads import explain_shard_reads
 from fsdp_c._engines.written_params import watch_writes
 from fsdp_c._torch_compat import (
@@ -87,6 +88,7 @@ def _make_engine(module: nn.Module) -> None:
         adopt_in_backward_optimizers(owner)
     engine = _native.Engine(units)
     _watch_backwards()
+    watch_optimizers()
     owned = list(zip(owners, units, strict=True))
     explain_shard_reads(owned)
     watch_writes(owned)

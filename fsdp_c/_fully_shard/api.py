@@ -26,7 +26,7 @@ from fsdp_c._units.base import ShardedModule
 from fsdp_c._units.cuts import Cut, local_of
 from fsdp_c._units.keep_whole import Kept, kept_of
 from fsdp_c._units.params import check_param
-from fsdp_c._units.uses import mark_sharded, sharding_unit
+from fsdp_c._units.uses import mark_replaced, mark_sharded, sharding_unit
 
 # By the module's own class.
 _classes: dict[type[nn.Module], Any] = {}
@@ -237,6 +237,7 @@ def _make_groups(
             zip(making.params, making.sharded, strict=True)
         ):
             mark_sharded(param, found[param][0][2])  # whoever shares it is told
+            mark_replaced(param, found[param][0][2])
             vars(new).pop("_fsdp_flattened", None)
             for module, name, fqn in found[param]:
                 register(module, name, new)

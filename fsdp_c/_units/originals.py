@@ -20,7 +20,12 @@ from fsdp_c._units.config import Config
 from fsdp_c._units.flat_param_facts import FlatParamFacts, find_facts
 from fsdp_c._units.names import flat_param_name
 from fsdp_c._units.parallel import ParallelParams
-from fsdp_c._units.uses import ParamUse, check_is_parameter, mark_sharded
+from fsdp_c._units.uses import (
+    ParamUse,
+    check_is_parameter,
+    mark_replaced,
+    mark_sharded,
+)
 
 # "1": a module's own __setattr__ is never called. FSDP1's name.
 UNSAFE_SETATTR = "FSDP_USE_UNSAFE_SETATTR"
@@ -85,6 +90,8 @@ class Originals:
         self.uses = tuple(uses)
         self.parallel = parallel
         self._hides = not config.use_orig_params
+        for use in uses if self._hides else ():
+            mark_replaced(use.param, use.fqn)
         self._num_shows = 0
         holders = dict.fromkeys(use.module for use in uses)  # each once
         self._order = {holder: tuple(holder._parameters) for holder in holders}

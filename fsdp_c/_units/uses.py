@@ -30,6 +30,21 @@ def sharding_unit(param: nn.Parameter) -> str | None:
     return name
 
 
+# Of a parameter that another one stands for: its name.
+_REPLACED = "_fsdp_c_replaced"
+
+
+def mark_replaced(param: nn.Parameter, name: str) -> None:
+    """Note that the model no longer has ``param`` among its parameters."""
+    setattr(param, _REPLACED, name)
+
+
+def replaced_name(param: nn.Parameter) -> str | None:
+    """Return the name that mark_replaced() was told; None: it is in use."""
+    name: str | None = getattr(param, _REPLACED, None)
+    return name
+
+
 def check_is_parameter(now: object, what: str) -> None:
     """Refuse a tensor that stands in the place of the sharded parameter ``what``.
 

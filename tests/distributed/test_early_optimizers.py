@@ -1,0 +1,50 @@
+"""Optimizers that are made before the model is sharded."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_c import whole_parameter_optimizer
+from helpers.distributed import distributed
+from helpers.models import BATCH, DIM
+from helpers.rows import APIS, shard_by
+
+SAID = "steps 4 of 4 parameters, the first of them '0.weight', that are no longer"
+
+
+def _model() -> nn.Module:
+    return nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, 2))
+
+
+def _warnings_of(model: Any, optimizer: torch.optim.Optimizer) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(torch.randn(BATCH, DIM)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    said = [str(each.message) for each in caught]
+    return [each for each in said if "no longer the model's" in each]
+
+
+@pytest.mark.parametrize("api", APIS)
+@distributed(world_size=2)
+def test_one_that_trains_nothing_is_named_once(api: str) -> None:
+    """Where sharding replaces parameters; with use_orig_params it keeps them."""
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sharded = shard_by(api, model, {})
+    said = _warnings_of(sharded, optimizer)
+    assert len(said) == (0 if api == "FSDP" else 1)
+    assert all(f"SGD {SAID}" in each for each in said)
+    assert not _warnings_of(sharded, torch.optim.SGD(sharded.parameters(), lr=0.1))
+
+
+@distributed(world_size=2)
+def test_one_that_follows_the_model() -> None:
+    model = _model()
+    optimizer = whole_parameter_optimizer(model, torch.optim.SGD)
+    assert not _warnings_of(shard_by("fully_shard", model, {}), optimizer)
