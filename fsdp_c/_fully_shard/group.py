@@ -338,9 +338,11 @@ class Group(Owner):
         for module in dict.fromkeys(place.module for place in self.params.places):
             add: Any = module.register_state_dict_pre_hook
             add(reshard)
-            handle = module._register_state_dict_hook(show_sharded)
+            add = module._register_state_dict_hook
+            handle = add(show_sharded)
             # Before those of others, which may rename what they find.
-            module._state_dict_hooks.move_to_end(handle.id, last=False)
+            hooks: Any = module._state_dict_hooks
+            hooks.move_to_end(handle.id, last=False)
             add = module._register_load_state_dict_pre_hook
             add(before_load)
 
