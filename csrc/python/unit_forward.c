@@ -186,13 +186,18 @@ PyObject *fsdp_unit_object_note_writes(PyObject *object, PyObject *function) {
 }
 
 /* 0, or -1 with an exception. */
-static int tell_of_write(const unit_object *self) {
+static int tell_of_write(unit_object *self) {
   if (self->on_write == NULL) return 0;
   PyObject *param = fsdp_torch_unit_written_param(self->unit);
   if (param == NULL) return -1;
-  PyObject *result = param == Py_None
-                         ? Py_NewRef(Py_None)
-                         : PyObject_CallOneArg(self->on_write, param);
+  if (param == Py_None) {
+    Py_DECREF(param);
+    return 0;
+  }
+  PyObject *on_write = self->on_write;
+  self->on_write = NULL; /* once */
+  PyObject *result = PyObject_CallOneArg(on_write, param);
+  Py_DECREF(on_write);
   Py_DECREF(param);
   Py_XDECREF(result);
   return result == NULL ? -1 : 0;

@@ -444,8 +444,8 @@ PyDoc_STRVAR(unit_note_failures_doc,
 PyDoc_STRVAR(
     unit_note_writes_doc,
     "note_writes($self, function, /)\n--\n\n"
-    "Let a forward during which a parameter was written, to no effect,\n"
-    "call function(parameter) before its unit is resharded.");
+    "Let the first forward during which a parameter is written, to no\n"
+    "effect, call function(parameter) before its unit is resharded.");
 PyDoc_STRVAR(
     unit_show_doc,
     "show_kept($self, shows, /)\n--\n\n"

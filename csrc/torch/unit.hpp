@@ -225,6 +225,9 @@ struct Param {
 
   // What autograd accumulates the gradient of.
   at::Tensor &leaf() { return parallel.defined() ? parallel : tensor; }
+  const at::Tensor &leaf() const {
+    return parallel.defined() ? parallel : tensor;
+  }
   int64_t numel() const { return unsharded.numel(); }
   int64_t local_numel() const { return in_param.end - in_param.begin; }
 };

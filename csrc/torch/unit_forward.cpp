@@ -116,8 +116,7 @@ PyObject *fsdp_torch_unit_written_param(const fsdp_torch_unit *unit) {
   const fsdp_torch::Param *written =
       is_kept ? nullptr : fsdp_torch::find_written(self);
   if (written == nullptr) Py_RETURN_NONE;
-  return THPVariable_Wrap(written->parallel.defined() ? written->parallel
-                                                      : written->tensor);
+  return THPVariable_Wrap(written->leaf());
   END_HANDLE_TH_ERRORS
 }
 

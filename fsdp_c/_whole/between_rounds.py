@@ -34,9 +34,13 @@ class BetweenRounds:
         self._states = [each.state for each in nested(optimizer)]
         self._known = [set(state) for state in self._states]
         self._begun: list[dict[Any, Any]] = [{} for _ in self._states]
+        self._has_begun = False
 
-    def put_back(self) -> None:
-        """Undo what a round did to the values."""
+    def begin_round(self) -> None:
+        """Undo what the round before did to the values."""
+        if not self._has_begun:
+            self._has_begun = True
+            return
         for table, before, copies in zip(
             self._tables, self._before, self._copies, strict=True
         ):

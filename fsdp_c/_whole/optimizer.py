@@ -320,7 +320,7 @@ class WholeParameterOptimizer(Optimizer):
         try:
             with span(self._owner, STEP, members):
                 if mine or is_idle:
-                    between.put_back()
+                    between.begin_round()
                     self.optimizer.step()
                     between.end_round([self._dealt.shown[each] for each in mine])
         except Exception as error:
