@@ -155,6 +155,7 @@ C_FLAGS = [
     "-Wcast-qual",
     "-Wwrite-strings",
     "-Wimplicit-fallthrough",
+    "-Werror=implicit-function-declaration",
 ]
 CXX_FLAGS = ["-std=c++20", "-Wall", "-Wextra", "-Wconversion"]
 # Without it torch's headers declare each operator in every file.

@@ -3,6 +3,8 @@
  */
 #include "python/nested.h"
 
+#include <frameobject.h> /* PyFrame_Check, in Python 3.10 */
+
 /* The place of PackedSequence.batch_sizes, which stays on the host as it is. */
 enum { PACKED_BATCH_SIZES = 1 };
 
