@@ -84,17 +84,18 @@ void LeftTensor::recall(at::Tensor &tensor) {
 // memory goes with the next forward. Nor are those left that are still being
 // reduced after backward (set_is_last_backward).
 void leave_grads(Unit &unit) {
-  unit.grads_are_left = true;
   for (Segment &segment : unit.segments) {
     if (segment.flat_param.defined() &&
         segment.flat_param.grad().is_same(segment.grad_shard)) {
       segment.left_grad.leave(segment.grad_shard);
+      unit.grads_are_left = true;
     }
   }
   if (unit.device.is_cpu() || unit.offloads || !unit.use_orig_params ||
       fsdp_engine_has_open_reduces(unit.engine->core)) {
     return;
   }
+  unit.grads_are_left = true;
   for (Segment &segment : unit.segments) {
     segment.next_grad = at::Tensor();
     if (!segment.grad_shard.defined()) continue;
