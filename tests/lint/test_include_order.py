@@ -44,7 +44,7 @@ SYSTEM = {
     "host": {"cpuid.h", "immintrin.h", "sys/mman.h", "unistd.h"},
     "cuda": {"cuda_bf16.h", "cuda_fp16.h", "cuda_runtime.h"},
     "torch": {"*"},
-    "python": {"Python.h", "structmember.h"},
+    "python": {"Python.h", "frameobject.h", "structmember.h"},
     "shm": {
         *("fcntl.h", "linux/futex.h", "pthread.h", "sched.h", "unistd.h"),
         *(
