@@ -28,7 +28,7 @@ def clip_parallel(
     holders: dict[Tensor, None] = {}
     dtype = torch.float32
     parts = [part for part in parts if part.param.requires_grad]
-    if any(part.param.dtype is torch.float64 for part in parts):
+    if any(part.param.dtype.to_real() is torch.float64 for part in parts):
         dtype = torch.float64
     for part in parts:
         groups = _groups_of(part)
@@ -40,6 +40,8 @@ def clip_parallel(
             continue
         holders[local_of(grad) if isinstance(grad, DTensor) else grad] = None
         own = local_of(grad) if isinstance(grad, DTensor) else part.home.part_in(grad)
+        if own.is_complex():
+            own = own.abs()
         norm = torch.linalg.vector_norm(own, norm_type, dtype=dtype)
         if math.isinf(norm_type):
             terms[groups] = torch.maximum(terms[groups], norm)

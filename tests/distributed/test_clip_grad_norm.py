@@ -5,12 +5,15 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.profiler import ProfilerActivity, profile
 
 from helpers.distributed import distributed, every_strategy, varied
 from helpers.impl import FSDP, MixedPrecision, fsdp
 from helpers.models import CASES, MLP, Block
 from helpers.reference import Differential, with_model
+from helpers.tensor_parallel import grad_of, two_meshes, whole_value
 from helpers.transports import OWN, over
 
 
@@ -83,13 +86,24 @@ class _Spectrum(torch.nn.Module):
         return out
 
 
+@pytest.mark.parametrize("has_parallel", [False, True])
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
 @distributed(world_size=(2, 3))
-def test_complex_gradients(use_orig_params: bool, norm_type: float) -> None:
-    """They count by their absolute values, as in torch.nn.utils."""
+def test_complex_gradients(
+    use_orig_params: bool, norm_type: float, has_parallel: bool
+) -> None:
+    """They count by their absolute values, as in torch.nn.utils.
+
+    Also beside tensor parallel parameters.
+    """
     expected = _Spectrum()
-    model = fsdp(copy.deepcopy(expected), use_orig_params=use_orig_params)
+    model = copy.deepcopy(expected)
+    mesh = None
+    if has_parallel:
+        mesh, tp = two_meshes(dist.get_world_size(), 1)
+        parallelize_module(model.out, tp, ColwiseParallel())
+    model = fsdp(model, use_orig_params=use_orig_params, device_mesh=mesh)
     x = torch.randn(5, 4, dtype=torch.float64)
     for each in (expected, model):
         each(x).square().mean().backward()
@@ -97,7 +111,7 @@ def test_complex_gradients(use_orig_params: bool, norm_type: float) -> None:
     torch.testing.assert_close(model.clip_grad_norm_(0.01, norm_type).real, norm)
     with FSDP.summon_full_params(model, with_grads=True):
         for param, other in zip(model.parameters(), expected.parameters(), strict=True):
-            torch.testing.assert_close(param.grad, other.grad)
+            torch.testing.assert_close(whole_value(grad_of(param)), other.grad)
 
 
 @distributed(world_size=2)
