@@ -3,6 +3,7 @@
 Models are fp64, so that an error cannot hide in rounding.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -119,14 +120,17 @@ class Node(nn.Module):
             weight = torch.randn(dim, option % 3 + 1, dim, dtype=DTYPE) / dim
             self.weight = nn.Parameter(weight.transpose(0, 2) if option % 2 else weight)
 
-    def own_params(self) -> list[nn.Parameter]:
-        """Return the parameters that are no child's; a flat one is no node's."""
-        named = self.named_parameters(recurse=False)
-        found = [param for name, param in named if "_flat_param" not in name]
-        for name, child in self.named_children():
-            if name != "children_":
-                found += child.parameters()
-        return found
+    def own_params(self) -> list[Tensor]:
+        """Return the parameters that are no child's, as they are in a forward.
+
+        Those of a flat parameter, which is no node's, are tensors there.
+        """
+        parts = [each for name, each in self.named_children() if name != "children_"]
+        tables: list[dict[str, Any]] = []
+        for part in (self, *itertools.chain(*(each.modules() for each in parts))):
+            tables += [part._parameters, vars(part)]
+        named = [each for table in tables for each in table.items()]
+        return [x for n, x in named if isinstance(x, Tensor) and "_flat_param" not in n]
 
     def forward(self, x: Tensor) -> Any:
         dtype = x.dtype

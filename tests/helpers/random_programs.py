@@ -50,8 +50,7 @@ class Api:
 
 
 FSDP1 = Api(
-    # It has no norm of complex gradients, and does not cast what inner units are given.
-    without=("complex", "mixed"),
+    without=(),
     syncs=("all", "none", "sharded"),
     inside=INSIDE,
     between=(*INSIDE, "full_state", "summon", "write"),

@@ -315,7 +315,10 @@ class FlatRun(Run):
         mixed_precision = None
         if program.precision != "none":
             dtypes = rng.choice(PRECISIONS[program.precision])
-            mixed_precision = MixedPrecision(*dtypes)
+            casts, keeps = rng.random() < 0.3, rng.random() < 0.3
+            mixed_precision = MixedPrecision(
+                *dtypes, cast_forward_inputs=casts, keep_low_precision_grads=keeps
+            )
         return fsdp(
             module,
             strategy=strategy,
