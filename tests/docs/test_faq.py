@@ -65,8 +65,7 @@ class Result:
     """An output that holds more than is looked at."""
 
     def __init__(self, logits: Tensor) -> None:
-        self.parts = [[i] for i in range(20_000)]
-        self.logits = logits
+        self.parts = [*([i] for i in range(20_000)), [logits]]
 
 
 def _wrap_dtensors() -> None:
