@@ -501,8 +501,16 @@ class WholeParameterOptimizer(Optimizer):
             states.update(others)
             self.rest.load_state_dict({**inside, **entries, "state": states})
         self._pass_options_on()
-        if given:
+        if self._any_rank(bool(given)):  # a rank may have no elements of any state
             self._mark_begun()
+
+    def _any_rank(self, flag: bool) -> bool:
+        """Whether any rank that has some of the parameters says so. Collective."""
+        for grid in self._dealt.grids:
+            for group in grid.groups:
+                what = "agreement on loaded states of whole parameters"
+                (flag,) = on_any_rank([flag], group, grid.device, what)
+        return flag
 
 
 def _made(argument: str, optimizer: Any) -> Optimizer:

@@ -159,11 +159,11 @@ class WholeParam:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank is the first of its row that has elements."""
+        """Whether this rank is the first of its row that has elements, if any has."""
         place, index = self.sharded, self.part.index
-        ranks = range(self.grid.shard_rank)
-        mine = place.numel(index, self.grid.shard_rank) > 0
-        return mine and not any(place.numel(index, rank) for rank in ranks)
+        ranks = range(self.grid.num_shards)
+        holders = [rank for rank in ranks if place.numel(index, rank) > 0]
+        return self.grid.shard_rank == (holders or ranks)[0]
 
 
 def _shard_of_whole(part: ParamPart, grid: Grid) -> int:

@@ -518,6 +518,40 @@ def test_resume_at_another_number_of_ranks(rank: int, tmp_path: Path) -> None:
             dist.destroy_process_group(group)
 
 
+class Small(nn.Module):
+    """One element, which one rank has, and a parameter that may have none."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(1))
+        self.other = nn.Parameter(torch.ones(shape))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens * self.gain + self.other.sum()
+
+
+@pytest.mark.parametrize("shape", [(1,), (0, 3)])
+@pytest.mark.parametrize("api", ["FSDP", "fully_shard"])
+@distributed(world_size=(3, 4))
+def test_states_of_ranks_and_parameters_without_elements(
+    api: str, shape: tuple[int, ...]
+) -> None:
+    """Loaded, all ranks have begun, and torch does not step on some of them."""
+    run, other = (Run(api, adamw, build=lambda: Small(shape)) for _ in range(2))
+    run.train(2)
+    expected = plain_states(run)
+    assert set(expected) == {"gain", "other"}
+    for _ in range(2):
+        copy_values(run, other)
+        other.optimizer.load_state_dict(run.optimizer.state_dict())
+        saved = get_optimizer_state_dict(
+            other.model, other.optimizer, options=StateDictOptions(full_state_dict=True)
+        )
+        assert_states(saved["state"], expected)
+        run = other
+    other.train(2, first=2)
+
+
 @pytest.mark.parametrize("shape", [(2, 2), (2, 1, 2)])
 @distributed(world_size=4)
 def test_tensor_parallel_matrices_are_whole_over_both_meshes(

@@ -104,7 +104,7 @@ def _quantized(values: Tensor, block_numel: int) -> tuple[Tensor, Tensor]:
 
 
 def _dequantized(codes: Tensor, scales: Tensor, block_numel: int) -> Tensor:
-    blocks = codes.float().split(block_numel)
+    blocks = codes.to(scales.dtype).split(block_numel)
     return torch.cat([b / 127 * s for b, s in zip(blocks, scales, strict=True)])
 
 

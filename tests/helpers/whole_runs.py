@@ -7,12 +7,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from fsdp_c import keep_whole, whole_parameter_optimizer
 from helpers.distributed import TEST_DEVICE
 from helpers.impl import FSDP
-from helpers.reference import clean_name
+from helpers.reference import clean_name, gather_flat
 from helpers.rows import shard_by
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -72,6 +78,10 @@ def wholes_of(model: Any, *, grads: bool = False) -> dict[str, Tensor | None]:
     return found
 
 
+def _chosen(trained: Mapping[str, Tensor], choose: Any) -> list[Tensor]:
+    return [p for n, p in trained.items() if choose is None or choose(n, p.shape)]
+
+
 class Run:
     """A sharded model with an optimizer of wholes, and the unsharded ones."""
 
@@ -84,52 +94,71 @@ class Run:
         rest: Make | None = None,
         build: Callable[[], nn.Module] = build,
         keep: Callable[[str, torch.Size], int] | None = None,
+        group: dist.ProcessGroup | None = None,
         **options: Any,
     ) -> None:
-        # The gradients of flat parameters cannot be seen whole: all ranks have the
-        # same data, so that the unsharded model has the same gradients of its own.
-        self.has_same_data = api == "FSDP flat"
+        self.api = api
+        self.group = group
         self.plain = build()
         if {"cpu_offload", "offload_policy"} & set(options):
             self.plain.cpu()  # the host's optimizer rounds otherwise
         model = build()
         if keep is not None:
             keep_whole(model, keep, max_padding=9.0)
+        if group is not None and api == "fully_shard":
+            options["mesh"] = DeviceMesh.from_group(group, TEST_DEVICE)
+        elif group is not None:
+            options["process_group"] = group
         self.model = shard(api, model, **options)
         self.optimizer = whole_parameter_optimizer(self.model, make, params, rest=rest)
         named = dict(self.plain.named_parameters())
         self.names = list(named)
-        chosen = [
-            name
-            for name, param in named.items()
-            if param.requires_grad and (params is None or params(name, param.shape))
+        groups = params if isinstance(params, list) else [{"params": params}]
+        trained = {name: param for name, param in named.items() if param.requires_grad}
+        plain = [
+            {**group, "params": _chosen(trained, group["params"])} for group in groups
         ]
-        self.plain_optimizers = [make([named[name] for name in chosen])]
+        self.plain_optimizers = [make(plain)]
         if rest is not None:
-            others = [
-                param
-                for name, param in named.items()
-                if param.requires_grad and name not in chosen
-            ]
+            taken = {param for group in plain for param in group["params"]}
+            others = [param for param in trained.values() if param not in taken]
             self.plain_optimizers.append(rest(others))
 
     def backward(self, number: int) -> None:
         """Run on one batch, each rank on its own."""
-        seed = 100 * number + (0 if self.has_same_data else dist.get_rank())
+        seed = 100 * number + dist.get_rank()
         generator = torch.Generator("cpu").manual_seed(seed)
         tokens = torch.randint(0, 13, (4, 6), generator=generator, device="cpu")
         tokens = tokens.to(TEST_DEVICE)
         (self.model(tokens) ** 2).mean().backward()
-        if self.has_same_data:
-            (self.plain(tokens) ** 2).mean().backward()
 
     def take_gradients(self) -> None:
-        """Give the unsharded model the gradients that the sharded one has."""
-        if not self.has_same_data:
-            grads = wholes_of(self.model, grads=True)
-            for name, param in self.plain.named_parameters():
-                grad = grads[name]  # of offloaded shards it is in host memory
-                param.grad = None if grad is None else grad.to(param.device)
+        """Give the unsharded model the gradients that the sharded one has.
+
+        Those of parameters that have none on any rank are None.
+        """
+        first: dict[Tensor, str] = {}
+        names = {
+            name: first.setdefault(param, name)
+            for name, param in self.plain.named_parameters(remove_duplicate=False)
+        }
+        has_grad = dict.fromkeys(self.names, False)
+        for full_name, param in self.model.named_parameters():
+            prefix = clean_name(full_name).rpartition("_flat_param")[0]
+            for fqn in getattr(param, "_fqns", [clean_name(full_name)]):
+                has_grad[names[prefix + fqn]] = param.grad is not None
+        flags = torch.tensor(list(has_grad.values()), dtype=torch.uint8)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
+        grads: Mapping[str, Tensor | None] = (
+            gather_flat(self.model, names)[1]
+            if self.api == "FSDP flat"
+            else wholes_of(self.model, grads=True)
+        )
+        for (name, param), flag in zip(
+            self.plain.named_parameters(), flags, strict=True
+        ):
+            grad = grads[name]  # of offloaded shards it is in host memory
+            param.grad = None if grad is None or not flag else grad.to(param)
 
     def step(self, number: int) -> None:
         self.optimizer.zero_grad()
@@ -165,18 +194,24 @@ def plain_states(run: Run) -> dict[str, dict[str, Any]]:
 def assert_states(
     given: Mapping[str, Mapping[str, Any]], expected: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    assert given.keys() == expected.keys()
+    missing, extra = expected.keys() - given.keys(), given.keys() - expected.keys()
+    assert not missing | extra, f"{missing=} {extra=}"
     for name, state in expected.items():
-        assert given[name].keys() == state.keys(), name
+        assert given[name].keys() == state.keys(), (name, [*given[name]], [*state])
         for key, value in state.items():
-            own = given[name][key]
-            if isinstance(own, DTensor):
-                own = own.full_tensor()
-            if isinstance(value, Tensor):
-                assert own.shape == value.shape, (name, key, own.shape)
-                assert torch.equal(own.cpu(), value.cpu()), (name, key)
-            else:
-                assert own == value, (name, key)
+            own, wanted = tree_leaves(given[name][key]), tree_leaves(value)
+            for one, other in zip(own, wanted, strict=True):
+                _assert_equal((name, key), one, other)
+
+
+def _assert_equal(what: Any, own: Any, expected: Any) -> None:
+    if isinstance(own, DTensor):
+        own = own.full_tensor()
+    if isinstance(expected, Tensor):
+        assert own.shape == expected.shape, (what, own.shape)
+        assert torch.equal(own.cpu(), expected.cpu()), what
+    else:
+        assert own == expected, (what, own, expected)
 
 
 def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -185,6 +220,17 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 def copy_values(source: Run, target: Run) -> None:
     """Give another run the values, and its unsharded optimizers the states."""
+    copy_plain(source, target)
+    values = target.plain.state_dict()
+    if isinstance(target.model, FSDP):
+        target.model.load_state_dict(values)
+    else:
+        full = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(target.model, values, options=full)
+
+
+def copy_plain(source: Run, target: Run) -> None:
+    """Copy the unsharded model's values and its optimizers' states."""
     target.plain.load_state_dict(source.plain.state_dict())
     for one, other in zip(
         source.plain_optimizers, target.plain_optimizers, strict=True
@@ -193,20 +239,3 @@ def copy_values(source: Run, target: Run) -> None:
         for mine, its in zip(params_of(one), params_of(other), strict=True):
             if mine in one.state:  # torch's load casts
                 other.state[its] = copy.deepcopy(one.state[mine])
-    values = wholes_of(source.model)
-    if isinstance(target.model, FSDP):
-        with FSDP.summon_full_params(target.model), torch.no_grad():
-            for name, param in target.model.named_parameters():
-                param.copy_(values[clean_name(name)])
-        return
-    state = target.model.state_dict()
-    for name, value in state.items():
-        whole = values[name]
-        assert whole is not None
-        rows = value.to_local()
-        begin = sum(
-            torch.chunk(whole, dist.get_world_size())[rank].shape[0]
-            for rank in range(dist.get_rank())
-            if rank < len(torch.chunk(whole, dist.get_world_size()))
-        )
-        rows.copy_(whole[begin : begin + len(rows)])
