@@ -490,6 +490,7 @@ fsdp_status fsdp_torch_unit_clone(const fsdp_torch_unit *source,
                                   fsdp_torch_unit **unit, fsdp_error *error) {
   GUARDED(error) {
     const at::NoGradGuard no_grad;
+    fsdp_torch::take_written_shards(*source->self);
     const Unit &from = *source->self;
     if (num_uses != static_cast<int64_t>(from.param_of_use.size())) {
       throw std::invalid_argument("a clone needs one parameter per use");

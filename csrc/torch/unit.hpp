@@ -414,6 +414,9 @@ void show_requires_grad(Unit &unit);
 // The same, and tells the core which segments a backward will need. In a
 // forward.
 void follow_requires_grad(Unit &unit);
+// Copies what sharded parameters have elsewhere, by `param.data = x`, into the
+// shards.
+void take_written_shards(Unit &unit);
 // Makes `tensor` the unit's parameter in the place of the one before: its value
 // goes into the shard, its memory away.
 void replace_param(Unit &unit, size_t index, const at::Tensor &tensor);

@@ -315,6 +315,22 @@ fsdp_status show_params(void * /*context*/, void *owner, fsdp_view view,
   };
 }
 
+// Copies what parameters have elsewhere, by `param.data = x`, into `view`.
+// Whether any did.
+bool take_replaced_data(Unit &unit, fsdp_view view) {
+  bool any = false;
+  for (size_t i = 0; i < unit.params.size(); i++) {
+    Param &param = unit.params[i];
+    const at::Tensor &expected = view_of(param, view);
+    if (is_over(param.tensor, storage_of(expected))) continue;
+    write_back(unit, param, expected, i);
+    show(param, expected);
+    any = true;
+    if (view == FSDP_VIEW_SHARDED) unit.shard_was_written = true;
+  }
+  return any;
+}
+
 void empty_params(void * /*context*/, void *owner) {
   empty_storages(unit_of(owner));
 }
@@ -335,15 +351,7 @@ fsdp_status take_params(void * /*context*/, void *owner, fsdp_view view,
         bring_back(*storage, data[i]);
       }
     }
-    for (size_t i = 0; i < unit.params.size(); i++) {
-      Param &param = unit.params[i];
-      const at::Tensor &expected = view_of(param, view);
-      if (is_over(param.tensor, storage_of(expected))) continue;
-      write_back(unit, param, expected, i);
-      show(param, expected);
-      *any_copied = true;
-      if (view == FSDP_VIEW_SHARDED) unit.shard_was_written = true;
-    }
+    *any_copied = take_replaced_data(unit, view);
     if (view == FSDP_VIEW_SHARDED) {
       write_back_flat_params(unit);
       if (take_replaced_locals(unit)) unit.shard_was_written = true;
@@ -431,6 +439,12 @@ bool params_changed(void * /*context*/, void *owner) {
 }
 
 }  // namespace
+
+void take_written_shards(Unit &unit) {
+  // The next take_params tells the core.
+  take_replaced_data(unit, FSDP_VIEW_SHARDED);
+  write_back_flat_params(unit);
+}
 
 void replace_param(Unit &unit, size_t index, const at::Tensor &tensor) {
   Param &param = unit.params[index];

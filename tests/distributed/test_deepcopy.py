@@ -87,6 +87,20 @@ def test_other_models(differential: Differential) -> None:
     _check_copy(differential)
 
 
+@every_strategy
+@distributed(world_size=2)
+@with_model("mlp")
+def test_data_that_was_replaced(differential: Differential) -> None:
+    """By ``param.data = x``: the copy has the new values, and so has the model."""
+    differential.train(1)
+    for param in differential.model.parameters():
+        param.data = 0.5 * param.data
+    with torch.no_grad():
+        for param in differential.reference.parameters():
+            param.mul_(0.5)
+    _check_copy(differential)
+
+
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=4)
 def test_replicas(use_orig_params: bool) -> None:
