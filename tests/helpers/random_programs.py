@@ -30,7 +30,10 @@ LOSSES = ("one", "two", "retain")
 
 # Events, by the place in a step.
 INSIDE = ("evaluate", "infer", "reference", "move", "lost_forward")
-AFTER = (*INSIDE, "state", "full_state", "write", "toggle", "freeze", "convert")
+AFTER = (
+    *INSIDE,
+    *("state", "full_state", "write", "toggle", "freeze", "convert", "round"),
+)
 
 
 @dataclass(frozen=True)
@@ -53,10 +56,10 @@ FSDP1 = Api(
     without=(),
     syncs=("all", "none", "sharded"),
     inside=INSIDE,
-    between=(*INSIDE, "full_state", "summon", "write"),
-    before_step=("move", "state", "full_state", "summon", "write"),
+    between=(*INSIDE, "state", "full_state", "summon", "write", "replace"),
+    before_step=("move", "state", "full_state", "summon", "write", "replace"),
     # With gradients of all ranks, or no others: only after a step.
-    after=(*AFTER, "summon", "summon_grads"),
+    after=(*AFTER, "summon", "summon_grads", "copy", "replace"),
 )
 FULLY_SHARD = Api(
     without=("constant",),  # it refuses scalars

@@ -1,6 +1,7 @@
 """Runs a program of helpers.random_programs beside the unsharded model."""
 
 import contextlib
+import copy
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,9 +23,19 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp_c import FSDPModule, fully_shard, keep_whole
+from fsdp_c import (
+    FSDPModule,
+    fully_shard,
+    keep_whole,
+)
 from fsdp_c._fully_shard.group import groups_in
-from helpers.impl import FSDP, BackwardPrefetch, CPUOffload, MixedPrecision, fsdp
+from helpers.impl import (
+    FSDP,
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    fsdp,
+)
 from helpers.models import Inputs
 from helpers.random_models import DTYPE, Net, Node
 from helpers.random_programs import (
@@ -44,6 +55,7 @@ from helpers.reference import (
     full_state_dict,
 )
 from helpers.rows import gather_rows, small_apart
+from helpers.state_dicts import FULL, LOCAL, SHARDED, state_dicts_of
 from helpers.tensor_parallel import (
     gather_summoned,
     grad_of,
@@ -245,6 +257,13 @@ class Run(Differential):
     def on_state(self) -> None:
         self.model.load_state_dict(self.model.state_dict())
 
+    def on_round(self) -> None:
+        """Convert both to fp32 and back; there are no gradients to be converted."""
+        self.zero_grad()
+        if "single" not in self.program.root.kinds():
+            for model in (self.model, self.reference):
+                model.float().double()
+
     def on_full_state(self) -> None:
         """Save, compare, change and load the full state dict."""
         state = self.full_state()
@@ -353,6 +372,33 @@ class FlatRun(Run):
 
     def load_full_state(self, state: dict[str, Tensor]) -> None:
         self.model.load_state_dict(state)
+
+    def on_state(self) -> None:
+        """Save and load the state dict of any kind."""
+        kinds = [FULL, SHARDED]
+        if self.num_tp is None and not self.program.kept:
+            kinds.append(LOCAL)
+        offloads = self.rng.random() < 0.5
+        with state_dicts_of(self.model, self.rng.choice(kinds), offloads=offloads):
+            super().on_state()
+
+    def on_replace(self) -> None:
+        """Give parameters and gradients other memory, by ``.data`` and ``.grad``."""
+        for param in self.params().values():
+            if self.rng.random() < 0.3:
+                param.data = param.data.clone()
+            with contextlib.suppress(RuntimeError):  # of another dtype or shape
+                param.grad = None if param.grad is None else param.grad.clone()
+
+    def on_copy(self) -> None:
+        """Go on with a copy, which has no gradients; DTensors are not copied."""
+        if self.num_tp is not None:
+            return
+        self.zero_grad()
+        self.model = copy.deepcopy(self.model)
+        before = self.optimizer.state_dict()
+        self.optimizer = make_optimizer(self.program.optimizer)(self.model.parameters())
+        self.optimizer.load_state_dict(copy.deepcopy(before))
 
     def on_summon(self) -> None:
         """Write one parameter in both models, inside a summon."""

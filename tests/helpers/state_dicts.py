@@ -15,12 +15,28 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
-from helpers.impl import FSDP, StateDictType, fsdp
+from fsdp_c import LocalStateDictConfig, ShardedStateDictConfig
+from helpers.impl import FSDP, FullStateDictConfig, StateDictType, fsdp
 
 FULL = StateDictType.FULL_STATE_DICT
 SHARDED = StateDictType.SHARDED_STATE_DICT
 LOCAL = StateDictType.LOCAL_STATE_DICT
+CONFIGS: dict[StateDictType, Any] = {
+    FULL: FullStateDictConfig,
+    SHARDED: ShardedStateDictConfig,
+    LOCAL: LocalStateDictConfig,
+}
 WIDTH = 5
+
+
+def state_dicts_of(
+    model: nn.Module, kind: StateDictType, *, offloads: bool
+) -> contextlib.AbstractContextManager[Any]:
+    """Return a context with state dicts of a kind, in host memory or not."""
+    config = CONFIGS[kind](offload_to_cpu=offloads)
+    context: contextlib.AbstractContextManager[Any]
+    context = FSDP.state_dict_type(model, kind, config)
+    return context
 
 
 def whole_state(state: dict[str, Any]) -> dict[str, Any]:
