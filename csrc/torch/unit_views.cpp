@@ -340,7 +340,6 @@ fsdp_status take_params(void * /*context*/, void *owner, fsdp_view view,
                         fsdp_error *error) {
   GUARDED(error) {
     Unit &unit = unit_of(owner);
-    *any_copied = false;
     if (view == FSDP_VIEW_SHARDED) {
       if (follow_moved_shards(unit)) unit.shard_was_written = true;
     } else {

@@ -23,19 +23,9 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp_c import (
-    FSDPModule,
-    fully_shard,
-    keep_whole,
-)
+from fsdp_c import FSDPModule, fully_shard, keep_whole
 from fsdp_c._fully_shard.group import groups_in
-from helpers.impl import (
-    FSDP,
-    BackwardPrefetch,
-    CPUOffload,
-    MixedPrecision,
-    fsdp,
-)
+from helpers.impl import FSDP, BackwardPrefetch, CPUOffload, MixedPrecision, fsdp
 from helpers.models import Inputs
 from helpers.random_models import DTYPE, Net, Node
 from helpers.random_programs import (
