@@ -251,6 +251,17 @@ class WholeParameterOptimizer(Optimizer):
             "state_nbytes": sum(x.nbytes for x in leaves if isinstance(x, Tensor)),
         }
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse to be copied or pickled.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(
+            "a whole_parameter_optimizer cannot be copied or pickled: make one of the "
+            "other model, and load this one's state_dict()"
+        )
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse ``param_group``: owners are chosen once, over all parameters.
 

@@ -374,6 +374,8 @@ def test_refused(rank: int) -> None:
     optimizer = whole_parameter_optimizer(model, sgd)
     with pytest.raises(ValueError, match="takes no further parameter group"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    with pytest.raises(TypeError, match="cannot be copied or pickled"):
+        copy.deepcopy(optimizer)
     with pytest.raises(RuntimeError, match="train without capture_step"):
         check_optimizer(optimizer, torch.device(TEST_DEVICE))
     other = shard("FSDP", build())
