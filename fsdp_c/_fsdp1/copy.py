@@ -58,5 +58,6 @@ def copy_sharded(module: Attributes, memo: dict[int, Any]) -> Any:
     flat_params = sharded.originals.flat_params(), copied.originals.flat_params()
     for mine, its in zip(*flat_params, strict=True):
         its.requires_grad_(mine.requires_grad)  # it may have changed since wrapping
+        memo[id(mine)] = its  # of an optimizer that is copied with the model
     result.follow_reductions(None)  # the optimizer steps the module that was copied
     return result

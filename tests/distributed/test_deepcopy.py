@@ -87,6 +87,18 @@ def test_other_models(differential: Differential) -> None:
     _check_copy(differential)
 
 
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=2)
+@with_model("mlp")
+def test_with_its_optimizer(differential: Differential, use_orig_params: bool) -> None:
+    """Copied after the model, in one call: the copy steps the copied parameters."""
+    differential.train(2)
+    differential.zero_grad()
+    pair = (differential.model, differential.optimizer)
+    differential.model, differential.optimizer = copy.deepcopy(pair)
+    differential.train(2)
+
+
 @every_strategy
 @distributed(world_size=2)
 @with_model("mlp")
