@@ -36,6 +36,12 @@ def copy_sharded(module: Attributes, memo: dict[int, Any]) -> Any:
             f"unit {sharded.name!r} has parameters that are DTensors and cannot be "
             "copied: build the model again and load its state dict"
         )
+    if any(id(param) in memo for param in sharded.originals.flat_params()):
+        raise RuntimeError(
+            f"the flat parameters of unit {sharded.name!r} were copied before the "
+            "module, as part of an optimizer: copy the module first, as "
+            "copy.deepcopy((model, optimizer)) does"
+        )
     sharded.unit.show_kept(False)
     # Without flat parameters.
     with sharded.originals.shown(), sharded.buffers.in_original_dtypes():

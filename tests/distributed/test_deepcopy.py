@@ -1,5 +1,6 @@
 """copy.deepcopy of a wrapped module: shards of its own, and the same behaviour."""
 
+import contextlib
 import copy
 from typing import Any
 
@@ -91,12 +92,18 @@ def test_other_models(differential: Differential) -> None:
 @distributed(world_size=2)
 @with_model("mlp")
 def test_with_its_optimizer(differential: Differential, use_orig_params: bool) -> None:
-    """Copied after the model, in one call: the copy steps the copied parameters."""
+    """Copied after the model, in one call: the copy steps the copied parameters.
+
+    Before the model, flat parameters cannot be.
+    """
     differential.train(2)
     differential.zero_grad()
     pair = (differential.model, differential.optimizer)
     differential.model, differential.optimizer = copy.deepcopy(pair)
     differential.train(2)
+    refusal: Any = pytest.raises(RuntimeError, match="copy the module first")
+    with contextlib.nullcontext() if use_orig_params else refusal:
+        copy.deepcopy(pair[::-1])
 
 
 @every_strategy
