@@ -150,14 +150,27 @@ bool has_sharded_piece(const Unit &unit, const GradPlace &place) {
 
 // Taking ----------------------------------------------------------------------
 
+// The gradient that show_grads shows in the place, or would show: what a
+// no_sync() has left unreduced, or its partial sums, before the sharded one.
+at::Tensor settable_grad(Unit &unit, const GradPlace &place) {
+  Segment &segment = *place.segment;
+  if (void *const data = segment.unsharded_grad.data) {
+    return unsharded_grad(unit, place, data);
+  }
+  if (void *const data = segment.partial_grad.data) {
+    return partial_grad(unit, place, data);
+  }
+  ensure_grad_shard(unit, segment, false);
+  return sharded_grad(unit, place);
+}
+
 // Copies in a gradient that the user set.
 void adopt_grad(Unit &unit, const GradPlace &place, const at::Tensor &grad) {
-  ensure_grad_shard(unit, *place.segment, false);
-  at::Tensor target = sharded_grad(unit, place);  // not `grad`, even if it was
+  at::Tensor target = settable_grad(unit, place);  // not `grad`, even if it was
   if (grad.numel() != target.numel()) {
-    refuse(
-        unit, "the gradient of a parameter", grad,
-        c10::str("expected ", target.numel(), " elements, this rank's shard"));
+    refuse(unit, "the gradient of a parameter", grad,
+           c10::str("expected ", target.numel(),
+                    " elements, its size on this rank now"));
   }
   target.copy_(grad.detach().reshape(target.sizes()));
   record_current_stream(grad);

@@ -65,6 +65,23 @@ def test_cleared_in_between(differential: Differential) -> None:
     differential.run("znzsu znzsu")
 
 
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize(
+    ("strategy", "schedule"),
+    [
+        ("NO_SHARD", "znrsu Znrnrsu"),
+        *((strategy, "zprsu Zprprsu srsu") for strategy in STRATEGIES),
+    ],
+)
+@distributed(world_size=(2, 3))
+@with_model("uneven")
+def test_replaced_in_between(
+    differential: Differential, schedule: str, strategy: str, use_orig_params: bool
+) -> None:
+    """A gradient that the user sets counts in the place of what it replaces."""
+    differential.run(schedule)
+
+
 @every_strategy
 @distributed(world_size=2)
 @with_model("uneven")

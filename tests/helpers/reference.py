@@ -522,11 +522,17 @@ class Differential:
 
         ``s``, ``n`` and ``p`` are a forward and a backward: synced, in no_sync() and in
         no_sync(sharded=True). ``z`` sets gradients to none and ``Z`` to zeros, ``k``
-        clips, ``u`` steps both optimizers. What can be compared is compared after each.
+        clips, ``u`` steps both optimizers. ``r`` replaces gradients by new tensors of
+        twice their values, if that is possible then. What can be compared is compared
+        after each.
         """
         for action in schedule.replace(" ", ""):
             if action in "zZ":
                 self.zero_grad(set_to_none=action == "z")
+            elif action == "r":
+                for model in (self.model, self.reference):
+                    for param in model.parameters():
+                        param.grad = None if param.grad is None else 2 * param.grad
             elif action in "np":
                 with self.no_sync(sharded=action == "p"):
                     self.forward_backward()
