@@ -128,10 +128,6 @@ class RandomNet(nn.Module):
         return result
 
 
-def is_matrix(name: str, shape: torch.Size) -> bool:
-    return len(shape) == 2
-
-
 class Case:
     """A run of a seed, whose next layout may be another one."""
 
@@ -144,7 +140,7 @@ class Case:
         self.num_groups = numbers.choice([1, 1, 2, 3])
         self.words = [f"{self.maker} {self.is_mixed=} {self.num_groups=}"]
         self.schedulers: list[Any] = []
-        self.has_schedule = self.had_files = False
+        self.has_schedule = self.had_files = self.has_frozen = False
         self.run = self.make()
         self.optimizers = [*self.run.plain_optimizers, self.run.optimizer]
 
@@ -165,8 +161,9 @@ class Case:
         apis = ["FSDP", "FSDP", "fully_shard"]
         # A flat parameter has state for each of its elements.
         is_element_wise = self.maker in ("sgd", "adamw", "norm")
+        # All of it has one step, which a freeze ends.
         is_one = is_element_wise and not self.is_mixed and self.num_groups == 1
-        if is_one and group is None:
+        if is_one and group is None and not self.has_frozen:
             apis.append("FSDP flat")
         api = numbers.choice(apis)
         is_flat_layout = api != "fully_shard"
@@ -324,6 +321,7 @@ class Case:
         """Freeze or thaw some parameters, by name."""
         if self.run.api == "FSDP flat":
             return
+        self.has_frozen = True
         mine = {clean_name(n): p for n, p in self.run.model.named_parameters()}
         for name, param in self.run.plain.named_parameters():
             if "head" not in name and self.numbers.random() < 0.3:
