@@ -415,7 +415,7 @@ void show_requires_grad(Unit &unit);
 // forward.
 void follow_requires_grad(Unit &unit);
 // Copies what sharded parameters have elsewhere, by `param.data = x`, into the
-// shards.
+// shards; the next take_params tells the core.
 void take_written_shards(Unit &unit);
 // Makes `tensor` the unit's parameter in the place of the one before: its value
 // goes into the shard, its memory away.

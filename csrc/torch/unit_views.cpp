@@ -342,6 +342,11 @@ fsdp_status take_params(void * /*context*/, void *owner, fsdp_view view,
     Unit &unit = unit_of(owner);
     if (view == FSDP_VIEW_SHARDED) {
       if (follow_moved_shards(unit)) unit.shard_was_written = true;
+      take_written_shards(unit);
+      if (take_replaced_locals(unit)) unit.shard_was_written = true;
+      // Also by replace_param, or by a call that failed after its first copy.
+      *any_copied = unit.shard_was_written;
+      unit.shard_was_written = false;
     } else {
       for (size_t i = 0; i < unit.segments.size(); i++) {
         Segment &segment = unit.segments[i];
@@ -349,14 +354,7 @@ fsdp_status take_params(void * /*context*/, void *owner, fsdp_view view,
         if (storage.get() == storage_of(segment.shard)) continue;  // followed
         bring_back(*storage, data[i]);
       }
-    }
-    *any_copied = take_replaced_data(unit, view);
-    if (view == FSDP_VIEW_SHARDED) {
-      write_back_flat_params(unit);
-      if (take_replaced_locals(unit)) unit.shard_was_written = true;
-      // Also by replace_param, or by a call that failed after its first copy.
-      *any_copied = unit.shard_was_written;
-      unit.shard_was_written = false;
+      *any_copied = take_replaced_data(unit, view);
     }
     return FSDP_OK;
   };
@@ -440,7 +438,6 @@ bool params_changed(void * /*context*/, void *owner) {
 }  // namespace
 
 void take_written_shards(Unit &unit) {
-  // The next take_params tells the core.
   take_replaced_data(unit, FSDP_VIEW_SHARDED);
   write_back_flat_params(unit);
 }
