@@ -3,6 +3,7 @@
  * them. AVX2 with F16C gains most; AVX-512 makes rounding to bf16 a third
  * faster while the elements are in a cache.
  */
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
 
@@ -136,10 +137,16 @@ const fsdp_host_lanes *fsdp_host_priv_lanes_at(int index) {
 }
 
 const fsdp_host_lanes *fsdp_host_priv_lanes(void) {
-  const fsdp_host_lanes *best = &table_any;
+  /* Looked for once: cpuid costs a virtual machine tens of microseconds. */
+  static const fsdp_host_lanes *_Atomic found;
+  const fsdp_host_lanes *best =
+      atomic_load_explicit(&found, memory_order_relaxed);
+  if (best != NULL) return best;
+  best = &table_any;
   for (int index = 1; index < 3; index++) {
     const fsdp_host_lanes *lanes = fsdp_host_priv_lanes_at(index);
     if (lanes != NULL) best = lanes;
   }
+  atomic_store_explicit(&found, best, memory_order_relaxed);
   return best;
 }
