@@ -31,6 +31,7 @@ from helpers.optim_states import (
     wrap,
 )
 from helpers.reference import Differential
+from helpers.seeds import generator
 
 # Of those that step a slice of a parameter as they step the whole.
 ELEMENTWISE = [name for name in OPTIMIZERS if name not in ("adafactor", "counting")]
@@ -167,6 +168,35 @@ def test_hybrid_groups(rank: int, use_orig_params: bool) -> None:
             loaded = _load_rank0(each.model, each.optimizer, first, group=group)
             assert_same_states(loaded["state"], local["state"])
         del each, local, loaded
+
+
+@pytest.mark.parametrize("num_replicas", [2, 4])
+@distributed(world_size=4)
+def test_a_unit_over_all_replicas(rank: int, num_replicas: int) -> None:
+    """rank0_only where the root has replicas and a unit inside has none."""
+    with hybrid_groups(num_replicas, 4 // num_replicas) as groups:
+        module = CASES["mlp"].build()
+        for parent in list(module.modules()):
+            for name, child in parent.named_children():
+                if isinstance(child, Block):
+                    setattr(parent, name, fsdp(child, use_orig_params=True))
+        model = fsdp(
+            module,
+            strategy="HYBRID_SHARD",
+            process_group=groups,
+            use_orig_params=True,
+        )
+        optimizer = OPTIMIZERS["momentum"](model.parameters())
+        model(*CASES["mlp"].inputs(generator("x"))).sum().backward()
+        optimizer.step()
+        expected = full(model, optimizer)
+        state = _rank0(model, optimizer)
+        assert (state == {}) == (rank != 0)
+        if rank == 0:
+            assert_same_states(state["state"], expected["state"])
+        loaded = _load_rank0(model, optimizer, state)
+        assert_same_states(loaded["state"], optimizer.state_dict()["state"])
+        del model, optimizer, module
 
 
 def _rank0(model: Any, optim: Any, **kwargs: Any) -> dict[str, Any]:

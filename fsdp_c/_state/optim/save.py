@@ -18,6 +18,7 @@ from fsdp_c._state.optim.agreement import AgreedState, Scalar, agree, unpacked_v
 from fsdp_c._state.optim.keys import ParamKeys
 from fsdp_c._state.optim.states import OptimStates, collect, give_values
 from fsdp_c._units.base import ShardedModule, sharded_modules
+from fsdp_c._units.collectives import naming_ranks
 
 # A top-level entry of a full or sharded optimizer state dict: names of states that
 # are tensors without one value per element, by parameter. There only if there are any.
@@ -79,15 +80,24 @@ def save(
 
 
 def _first_rank(modules: list[ShardedModule], group: ProcessGroup | None) -> int | None:
-    """Return the global rank that a rank0_only state dict is for, if known here."""
+    """Return the global rank that a rank0_only state dict is for.
+
+    Collective with HYBRID_SHARD. Other replicas must know it too: a unit inside may be
+    sharded over all ranks.
+    """
     if group is not None:
         return dist.get_global_rank(group, 0)
     if not modules:
         return None
     groups = modules[0]._sharded.groups
-    if not groups.is_in_first_replica:
-        return -1  # another replica has it
-    return dist.get_global_rank(groups.process_group, 0)
+    replicas = groups.inter_node_group
+    if replicas is None:
+        return dist.get_global_rank(groups.process_group, 0)
+    first = [dist.get_global_rank(replicas, 0)]
+    if groups.shard_group is not None:
+        with naming_ranks(groups.shard_group, "search for the first rank"):
+            dist.broadcast_object_list(first, group=groups.shard_group, group_src=0)
+    return first[0]
 
 
 def _result(
