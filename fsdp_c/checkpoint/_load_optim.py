@@ -75,6 +75,7 @@ class OptimLoad:
             if fqn not in saved:  # its state stays
                 self.missing.append(fqn)
                 self._states[fqn] = self._held[fqn]
+        empty: dict[str, tuple[ParamSpec | WholeSpec, StateSpec]] = {}
         for name, state_spec in self._spec.states.items():
             spec = self._source.holders.spec(name)
             assert spec is not None  # the manifest was checked
@@ -89,7 +90,14 @@ class OptimLoad:
                     f"the checkpoint has two optimizer states for parameter {fqn!r}"
                 )
             elif spec.shape == tuple(self._current[fqn].part.shape):
-                self._plan_state(fqn, spec, state_spec)
+                place = self._current[fqn].part
+                if place.part_numel == 0 and not isinstance(place.home, Rows):
+                    # What the optimizer made for no element may stay.
+                    self._states[fqn] = self._current[fqn]
+                    empty[fqn] = spec, state_spec
+                else:
+                    self._plan_state(fqn, spec, state_spec)
+        self._plan_flat_params(empty)
         rank = self._source.rank(0)
         if rank is not None:
             for key in tensor_keys([self._spec.groups, self._spec.others]):
@@ -118,10 +126,6 @@ class OptimLoad:
     ) -> None:
         current = self._current[fqn]
         place = current.part
-        if place.part_numel == 0 and not isinstance(place.home, Rows):
-            # Nothing of it is here; what the optimizer made for no element may stay.
-            self._states[fqn] = current
-            return
         state = self._states[fqn] = ParamState(place, has_state=True)
         elements = place.begin, place.end
         for key, name in state_spec.sharded.items():
@@ -139,18 +143,40 @@ class OptimLoad:
             what = f"optimizer state {key!r} of {fqn!r}"
             plan_reads(self._source, what, spec, elements, tensor, (key, name))
         if state_spec.plain:
+            if place.part_numel == 0:
+                # Any will do: a rank without elements has a state as the others have.
+                held = next(iter(self._source.holders.holders(spec.name, 0, 1)))
+                elements = held.part_begin, held.part_end
             plain = find_plain(
                 self._source,
                 spec,
                 state_spec.plain,
-                # A rank without rows has a state, too: as all ranks have a DTensor.
-                elements if place.part_numel else (0, 1),
+                elements,
                 is_of_whole=steps_wholes(self._optim),
             )
             if plain is not None:
                 self._plain[fqn] = plain
                 for key in tensor_keys(plain.values):
                     plain.rank.want_tensor(key)
+
+    def _plan_flat_params(
+        self, empty: Mapping[str, tuple[ParamSpec | WholeSpec, StateSpec]]
+    ) -> None:
+        """Plan an ``empty`` one for flat parameters that would have no state here.
+
+        This rank may hold padding alone, or parameters without a saved state. The state
+        is zeros here then, with the step of the others.
+        """
+        with_state = {
+            state.part.param
+            for state in self._states.values()
+            if state.has_state and state.part.part_numel
+        }
+        for fqn, (spec, state_spec) in empty.items():
+            part = self._current[fqn].part
+            if part.is_flat and part.shape.numel() and part.param not in with_state:
+                with_state.add(part.param)
+                self._plan_state(fqn, spec, state_spec)
 
     def _plan_special(
         self, fqn: str, spec: ParamSpec | WholeSpec, key: str, dtype: str
@@ -231,7 +257,8 @@ class OptimLoad:
             if state.part.is_flat:
                 of_flat.setdefault(state.part.param, []).append(state)
         for states in of_flat.values():
-            held = next((s for s in states if s.part.part_numel and s.has_state), None)
+            having = [state for state in states if state.has_state]
+            held = max(having, key=lambda s: s.part.part_numel > 0, default=None)
             for state in states:
                 if state.part.part_numel == 0:
                     empty = ParamState(state.part, has_state=held is not None)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from fsdp_c import checkpoint
+from fsdp_c import checkpoint, fully_shard
 from helpers.distributed import distributed
-from helpers.impl import ShardingStrategy, fsdp
+from helpers.impl import FSDP, ShardingStrategy, fsdp
 from helpers.models import CASES, DIM, MLP, Block, WithEmpty
 from helpers.reference import assert_same_tensors, full_state_dict
 from helpers.seeds import generator
@@ -305,6 +305,64 @@ def test_an_empty_parameter(
     for each in ((model, optim), (other, other_optim)):
         _train(*each, range(2, 4), rank, world_size)
     assert_same_tensors("state", full_state_dict(other), full_state_dict(model), 0.0)
+
+
+class WithUnused(nn.Module):
+    """A layer, and a parameter of three times its elements that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(DIM, 3)
+        self.unused = nn.Parameter(torch.randn(9 * (DIM + 1)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x)
+
+
+@distributed(world_size=(2, 3))
+def test_a_rank_of_params_never_stepped(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    """A flat parameter has a state on all ranks, whatever they hold of it."""
+
+    def build(wrap: Callable[[nn.Module], Any]) -> tuple[Any, Optimizer]:
+        torch.manual_seed(0)
+        model = wrap(WithUnused())
+        return model, OPTIMIZERS["momentum"](model.parameters())
+
+    model, optim = build(fully_shard)
+    _train(model, optim, range(2), rank, world_size)
+    checkpoint.save(tmp_path / "c", model, optim)
+    flat, flat_optim = build(lambda module: fsdp(module, use_orig_params=False))
+    checkpoint.load(tmp_path / "c", flat, flat_optim)
+    found = FSDP.optim_state_dict(flat, flat_optim)["state"]
+    assert not found.pop("unused")["momentum_buffer"].any()
+    for name, state in found.items():
+        expected = optim.state[model.get_parameter(name)]["momentum_buffer"]
+        assert torch.equal(state["momentum_buffer"], expected.full_tensor()), name
+
+
+@distributed(world_size=3)
+def test_a_rank_of_padding(rank: int, tmp_path: Path) -> None:
+    """Its step counter goes on with the others'."""
+
+    def build() -> tuple[Any, Optimizer]:
+        model = fsdp(nn.Linear(3, 1), use_orig_params=False)
+        return model, OPTIMIZERS["amsgrad"](model.parameters())
+
+    def train(model: Any, optim: Optimizer) -> dict[str, Any]:
+        model(torch.ones(2, 3)).sum().backward()
+        optim.step()
+        state: dict[str, Any] = FSDP.optim_state_dict(model, optim)["state"]
+        return state
+
+    model, optim = build()
+    train(model, optim)
+    checkpoint.save(tmp_path / "c", model, optim)
+    other, other_optim = build()
+    checkpoint.load(tmp_path / "c", other, other_optim)
+    assert train(other, other_optim)["bias"]["step"] == 2
+    assert {int(state["step"]) for state in other_optim.state.values()} == {2}
 
 
 @pytest.mark.parametrize("case", CASES)
