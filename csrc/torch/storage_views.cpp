@@ -58,8 +58,7 @@ void note_sized_storages(Unit &unit) {
   unit.why_no_access +=
       " Gradients of gradients (create_graph=True) read such tensors, too: "
       "shard that module with NO_SHARD, or over a mesh of shape (n, 1), and "
-      "let "
-      "it compute in the dtype of its parameters.";
+      "let it compute in the dtype of its parameters.";
   if (!can_refuse_access<c10::StorageImpl>) return;
   for (const Segment &segment : unit.segments) {
     for (const StoragePtr *storage :
