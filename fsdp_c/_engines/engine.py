@@ -97,15 +97,20 @@ def _make_engine(module: nn.Module) -> None:
     if is_debugging:
         watch_order(owned)
     running = Running(engine, tuple(map(weakref.ref, owners)))
-    for owner in owners:
-        owner.join_engine(running)
-    for owner in owners:
-        owner.begin_in_engine()
-    if any(each._sharded.config.keeps_params for each in sharded_modules(module)):
-        _hook_optimizers()
-        _keeping.add(next(sharded_modules(module)))
-    for listener in engine_listeners:
-        listener(module)
+    try:
+        for owner in owners:
+            owner.join_engine(running)
+        for owner in owners:
+            owner.begin_in_engine()
+        if any(each._sharded.config.keeps_params for each in sharded_modules(module)):
+            _hook_optimizers()
+            _keeping.add(next(sharded_modules(module)))
+        for listener in engine_listeners:
+            listener(module)
+    except BaseException:  # an interrupt, too: the next call begins anew
+        for owner in owners:
+            owner.leave_engine()
+        raise
 
 
 @contextmanager

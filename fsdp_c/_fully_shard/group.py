@@ -119,13 +119,28 @@ class Group(Owner):
             extended = self.params.extended
             if any(extended):
                 self.settings = replace(self.settings, keeps_part=False)
-            self.unit = self._make_unit(name, extended)
-            self.comms.apply(self.unit)
-            self.params.bind(self.unit, keeps_part=self.settings.keeps_part)
-            self.follow_reductions(self._follower)
+            self._bind_unit(self._make_unit(name, extended))
+        assert self.unit is not None
         self._requested = self.unit.state if self.unit.is_requested else ""
         self.unit.reshard()  # the old engine has the memory
         return self.unit
+
+    def _bind_unit(self, unit: _native.Unit) -> None:
+        """Let the parameters be those of a new unit, all of them or none."""
+        try:
+            self.unit = unit
+            self.comms.apply(unit)
+            self.params.bind(unit, keeps_part=self.settings.keeps_part)
+            self.follow_reductions(self._follower)
+        except BaseException:  # an interrupt, too: the next call makes another
+            self._drop_unit()
+            raise
+
+    def _drop_unit(self) -> None:
+        if self.unit is not None:
+            self.unit.leave_params()
+        self.unit = None
+        self.params.unbind()
 
     def _make_unit(self, name: str, extended: list[bool]) -> _native.Unit:
         arguments, settings = self.arguments, self.settings
@@ -168,9 +183,7 @@ class Group(Owner):
                 "reduce them, or drop them with fsdp_c.reset(model)"
             )
         self.release_engine()
-        self.unit.leave_params()
-        self.unit = None
-        self.params.unbind()
+        self._drop_unit()
 
     @property
     def accumulates(self) -> bool:
