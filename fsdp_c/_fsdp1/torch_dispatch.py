@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import nn
 
+from fsdp_c._state.optim.first_states import make_first_states_together
 from fsdp_c._state.optim.flat_names import show_names_of_flat_states
 from fsdp_c._torch_compat import TorchFSDP, checkpoint_state_dict
 from fsdp_c._units.base import ShardedModule, sharded_modules
@@ -61,6 +62,7 @@ def begin(ours: type[ShardedModule], module: object) -> None:
     _name_what_units_hold()
     _leave_frozen_params_out()
     show_names_of_flat_states()
+    make_first_states_together()
 
 
 def torch_modules(module: nn.Module) -> list[nn.Module]:

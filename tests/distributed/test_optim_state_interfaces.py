@@ -7,10 +7,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+)
 from torch.distributed.fsdp import OptimStateKeyType
 from torch.distributed.optim import _NamedOptimizer
 
+from fsdp_c import keep_whole
 from helpers.distributed import distributed
 from helpers.impl import FSDP, fsdp
 from helpers.models import CASES, Block
@@ -271,3 +276,40 @@ def test_collect(rank: int, use_orig_params: bool) -> None:
         )
         for value in state.sharded.values():
             assert value.shape == (place.end - place.begin,)
+
+
+class TwoLayers(nn.Module):
+    """A layer, and one of three times its rows that does not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4, bias=False)
+        self.unused = nn.Linear(4, 12, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.first(x)
+        return result
+
+
+@pytest.mark.parametrize("full_state_dict", [True, False])
+@pytest.mark.parametrize("has_stepped", [True, False])
+@distributed(world_size=2)
+def test_states_are_made_on_all_ranks_or_none(
+    rank: int, has_stepped: bool, full_state_dict: bool
+) -> None:
+    """Rank 0 steps ``first``, and torch makes states where an optimizer has none."""
+    module = TwoLayers()
+    keep_whole(module, lambda *_: True, max_padding=1.0)
+    module.unused = fsdp(module.unused, use_orig_params=True)
+    model = fsdp(module, use_orig_params=True)
+    optim = OPTIMIZERS["momentum"](model.parameters())
+    if has_stepped:
+        model(torch.ones(2, 4)).sum().backward()
+        optim.step()
+        optim.zero_grad()
+        assert bool(optim.state) == (model.first.weight.numel() > 0)
+    options = StateDictOptions(full_state_dict=full_state_dict)
+    found = get_optimizer_state_dict(model, optim, options=options)["state"]
+    names = {"first.weight"} if has_stepped else {"first.weight", "unused.weight"}
+    assert found.keys() == names
+    assert all("momentum_buffer" in state for state in found.values())
