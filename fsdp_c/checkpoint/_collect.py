@@ -124,7 +124,9 @@ def collect(
         states = collect_states(model, optim, parts=parts_in(model))
         give_values(optim, states.states, lambda state: _is_mixed(contents, state))
         for name, state in with_rows(states.states, contents.places, ranks).items():
-            if name in mine and state.has_state:
+            # No rank holds elements of an empty parameter: rank 0 saves its state.
+            is_mine = name in mine or (_is_empty(state) and ranks.rank == 0)
+            if is_mine and state.has_state:
                 _add_state(collected, optim, name, state)
     if with_random_states:
         collected.random_states = encode(
@@ -137,6 +139,10 @@ def collect(
             collected, contents, ranks, optim, states, scheduler, extra
         )
     return collected
+
+
+def _is_empty(state: ParamState) -> bool:
+    return state.part.shape.numel() == 0
 
 
 def _is_mixed(contents: Contents, state: ParamState) -> bool:
@@ -168,19 +174,21 @@ def _add_state(
     for key in (*state.special, *state.sharded):
         if not isinstance(key, str):
             raise TypeError(f"{where} has the name {key!r}, which is not a string")
+    pieces = {} if _is_empty(state) else state.sharded
+    specials = {} if _is_empty(state) else state.special
     collected.states[name] = StateSpec(
         {
             key: dtype_name(value.dtype, f"{where}, {key!r},")
             for key, value in sorted({**state.special, **state.sharded}.items())
         },
         tuple(encode_name(key, where) for key in state.plain),
-        tuple(state.special),
+        tuple(specials),
     )
-    for key, special in state.special.items():
+    for key, special in specials.items():
         if key not in state.sharded:
             what = describe_state(optim, key, repr(name))
             collected.put_special(state_key(name, key), what, special)
-    for key, value in state.sharded.items():
+    for key, value in pieces.items():
         item = FileItem(state_key(name, key), state.part.begin, value)
         collected.items.append(item)
     if state.plain:

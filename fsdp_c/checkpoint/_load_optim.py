@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_c._fully_shard.row_parts import Rows, parts_in
+from fsdp_c._fully_shard.row_parts import parts_in
 from fsdp_c._state.optim.classes import (
     StateClasses,
     describe_state,
@@ -91,7 +91,8 @@ class OptimLoad:
                 )
             elif spec.shape == tuple(self._current[fqn].part.shape):
                 place = self._current[fqn].part
-                if place.part_numel == 0 and not isinstance(place.home, Rows):
+                has_state = place.is_stepped and not place.is_flat
+                if place.part_numel == 0 and not has_state:
                     # What the optimizer made for no element may stay.
                     self._states[fqn] = self._current[fqn]
                     empty[fqn] = spec, state_spec
@@ -143,7 +144,9 @@ class OptimLoad:
             what = f"optimizer state {key!r} of {fqn!r}"
             plan_reads(self._source, what, spec, elements, tensor, (key, name))
         if state_spec.plain:
-            if place.part_numel == 0:
+            if spec.numel == 0:
+                elements = 0, 0
+            elif place.part_numel == 0:
                 # Any will do: a rank without elements has a state as the others have.
                 held = next(iter(self._source.holders.holders(spec.name, 0, 1)))
                 elements = held.part_begin, held.part_end

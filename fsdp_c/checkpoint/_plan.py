@@ -209,10 +209,12 @@ def find_plain(
 
     It comes from the rank that saved exactly these elements. Else it comes from any
     rank that saved some of them, if these agree and it has no tensor, unless the state
-    ``is_of_whole``, whatever a rank holds of the parameter. Problems go to the source.
+    ``is_of_whole``, whatever a rank holds of the parameter. Rank 0 saved that of an
+    empty parameter. Problems go to the source.
     """
     found: list[tuple[Plain, Held]] = []
-    for held in source.holders.holders(spec.name, *elements):
+    holders = source.holders.holders(spec.name, *elements)
+    for held in holders if spec.numel else [Held(0, 0, 0, 0, 0)]:
         rank = source.rank(held.rank)
         if rank is None:
             return None  # a problem already

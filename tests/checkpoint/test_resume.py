@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_c import checkpoint, fully_shard
@@ -16,6 +17,7 @@ from helpers.distributed import distributed
 from helpers.impl import FSDP, ShardingStrategy, fsdp
 from helpers.models import CASES, DIM, MLP, Block, WithEmpty
 from helpers.reference import assert_same_tensors, full_state_dict
+from helpers.rows import APIS, shard_by
 from helpers.seeds import generator
 
 Optimizer = torch.optim.Optimizer
@@ -285,26 +287,38 @@ def test_under_a_default_device(
     assert found.extra["scalar"].item() == 2.5
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("before", APIS)
+@pytest.mark.parametrize("after", APIS)
 @distributed(world_size=(2, 3))
 def test_an_empty_parameter(
-    rank: int, world_size: int, tmp_path: Path, use_orig_params: bool
+    rank: int, world_size: int, tmp_path: Path, before: str, after: str
 ) -> None:
     """Its state is saved, too, and the flat parameter around it loads."""
 
-    def build(seed: int) -> tuple[Any, Optimizer]:
+    def build(seed: int, api: str) -> tuple[Any, Optimizer]:
         torch.manual_seed(seed)
-        model = _wrap(WithEmpty(), {Block}, use_orig_params=use_orig_params)
+        model = shard_by(api, WithEmpty(), {Block})
         return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
-    model, optim = build(0)
+    def state_of(model: Any, optim: Optimizer) -> dict[str, Tensor]:
+        full = StateDictOptions(full_state_dict=True)
+        states: dict[str, Any]
+        tensors, states = get_state_dict(model, optim, options=full)
+        values = [(n, k, v) for n, s in states["state"].items() for k, v in s.items()]
+        return {**tensors, **{f"{name} {key}": value for name, key, value in values}}
+
+    model, optim = build(0, before)
     _train(model, optim, range(2), rank, world_size)
     checkpoint.save(tmp_path / "c", model, optim)
-    other, other_optim = build(1)
+    checkpoint.verify(tmp_path / "c")
+    other, other_optim = build(1, after)
     checkpoint.load(tmp_path / "c", other, other_optim)
     for each in ((model, optim), (other, other_optim)):
+        found = state_of(*each)
+        assert found["empty step"] == 2
+        assert found["empty exp_avg"].shape == (0, 3)
         _train(*each, range(2, 4), rank, world_size)
-    assert_same_tensors("state", full_state_dict(other), full_state_dict(model), 0.0)
+    assert_same_tensors("state", state_of(other, other_optim), state_of(model, optim))
 
 
 class WithUnused(nn.Module):
