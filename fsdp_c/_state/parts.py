@@ -8,10 +8,11 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from fsdp_c import _native
 from fsdp_c._native import Placement
-from fsdp_c._units.base import ShardedModule, require_sharded
+from fsdp_c._units.base import ShardedModule, find_fully_shard, require_sharded
 from fsdp_c._units.cuts import Cut
 from fsdp_c._units.names import clean_name
 from fsdp_c._units.tree import Tree
@@ -229,6 +230,12 @@ def find_parts(model: nn.Module) -> dict[str, ParamPart]:
                 f"parameter {names[0]!r} is sharded by unit "
                 f"{sharding_unit(param)!r}, which is not in this "
                 f"{type(model).__name__}: pass the model that contains it"
+            )
+        if isinstance(param, DTensor) and find_fully_shard(model) is not None:
+            raise ValueError(
+                f"parameter {names[0]!r} is sharded by fully_shard(), and this "
+                f"{type(model).__name__} has modules of FullyShardedDataParallel, too: "
+                "save and load the modules of each by themselves"
             )
         parts.append(whole_part(param, names, outermost))
     return {part.fqn: part for part in parts}

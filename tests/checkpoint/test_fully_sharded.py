@@ -346,6 +346,26 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.parametrize("numel", [7, 8])
+@distributed(world_size=2, device="cpu")
+def test_models_of_both_apis_are_saved_apart(tmp_path: Path, numel: int) -> None:
+    """Side by side they are no model, whether the ranks' rows are equal or not."""
+    rows = fully_shard(nn.Linear(3, numel))
+    both = nn.ModuleDict({"flat": FSDP(nn.Linear(3, numel)), "rows": rows})
+    optim = torch.optim.SGD(both.parameters(), lr=0.1)
+    for call in (
+        lambda: checkpoint.save(tmp_path / "c", both),
+        lambda: FSDP.optim_state_dict(both, optim),
+    ):
+        with pytest.raises(
+            Exception, match=r"'rows\.weight' is sharded by fully_shard"
+        ):
+            call()
+    for name, model in both.items():
+        checkpoint.save(tmp_path / name, model)
+        checkpoint.load(tmp_path / name, model)
+
+
 def _unit(**changes: Any) -> UnitSpec:
     """Return the description of one parameter of 3 rows over 2 ranks."""
     param = ParamSpec("w", (), (3, 4), "F32", True, 0, 0)
