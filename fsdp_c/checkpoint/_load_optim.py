@@ -263,7 +263,9 @@ class OptimLoad:
             having = [state for state in states if state.has_state]
             held = max(having, key=lambda s: s.part.part_numel > 0, default=None)
             for state in states:
-                if state.part.part_numel == 0:
+                # What the checkpoint lacks must fit, wherever its elements are.
+                is_missing = state.part.fqn in self.missing
+                if state.part.part_numel == 0 and not is_missing:
                     empty = ParamState(state.part, has_state=held is not None)
                     if held is not None:
                         empty.plain = dict(held.plain)

@@ -357,6 +357,35 @@ def test_a_rank_of_params_never_stepped(
         assert torch.equal(value, expected.full_tensor().to(value.device)), name
 
 
+class Chain(nn.Sequential):
+    """Square layers of these names."""
+
+    def __init__(self, names: str) -> None:
+        super().__init__()
+        for name in names:
+            self.add_module(name, nn.Linear(DIM, DIM, bias=False))
+
+
+@pytest.mark.parametrize("num_steps", [0, 2])
+@distributed(world_size=(1, 2))
+def test_a_new_layer_in_a_flat_parameter(tmp_path: Path, num_steps: int) -> None:
+    """Its step counter differs from the loaded one, also where another rank has it."""
+
+    def trained(names: str, num_steps: int) -> tuple[Any, Optimizer]:
+        model = fsdp(Chain(names), use_orig_params=False)
+        optim = OPTIMIZERS["adamw"](model.parameters())
+        for _ in range(num_steps):
+            model(torch.ones(2, DIM)).sum().backward()
+            optim.step()
+            optim.zero_grad()
+        return model, optim
+
+    checkpoint.save(tmp_path / "c", *trained("ab", 3))
+    problem = r"'step' of 'b\.weight' is 3\.0"
+    with pytest.raises(checkpoint.CheckpointError, match=problem):
+        checkpoint.load(tmp_path / "c", *trained("bc", num_steps), strict=False)
+
+
 @distributed(world_size=3)
 def test_a_rank_of_padding(rank: int, tmp_path: Path) -> None:
     """Its step counter goes on with the others'."""
