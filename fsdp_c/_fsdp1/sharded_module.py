@@ -229,6 +229,8 @@ class FullyShardedDataParallel(OptimStateMethods, GradientMethods, TorchClass):
         self, *args: Any, **kwargs: Any
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield parameters by name; the names are clean inside a summon."""
+        for each in sharded_modules(self):
+            each._sharded.originals.hide_again()
         is_clean = self._sharded.unit.is_summoned
         for name, param in super().named_parameters(*args, **kwargs):
             yield (clean_name(name) if is_clean else name), param

@@ -214,6 +214,7 @@ class Originals:
         replace one with another dtype or size.
         """
         is_hidden = self._hides and self._num_shows == 0
+        self.hide_again()
         for name, param in self._flat_params.items() if is_hidden else ():
             now = self._module._parameters.get(name)
             check_is_parameter(now, f"parameter {name!r} of unit {self._unit.name!r}")
@@ -230,6 +231,16 @@ class Originals:
             ]
         if any(map(operator.is_not, current, (use.param for use in self.uses))):
             self._take_over(current)
+
+    def hide_again(self) -> None:
+        """Hide originals that were set as attributes, which registers a Parameter.
+
+        torch.func.functional_call on a module inside of the unit puts them back so.
+        """
+        if not self._hides or self._num_shows > 0:
+            return
+        if any(use.module._parameters.get(use.name) is use.param for use in self.uses):
+            self._arrange()
 
     def _take_over(self, current: Sequence[nn.Parameter | None]) -> None:
         new: dict[int, nn.Parameter] = {}

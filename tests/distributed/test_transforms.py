@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
 
-from helpers.distributed import distributed
-from helpers.models import MLP, Block
+from helpers.distributed import distributed, every_strategy
+from helpers.models import DIM, MLP, Block
+from helpers.reference import Differential, assert_same_tensors, full_state_dict
 from helpers.rows import APIS, in_either_api
 
 Loss = Callable[[Any, Tensor], Tensor]
@@ -138,6 +139,38 @@ def test_functional_call_with_other_parameters(api: str) -> None:
             )
         torch.testing.assert_close(own, expected)
         both.train_on(_jvp, 1)
+
+
+class _Doubling(nn.Module):
+    """Calls a module inside with values made of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(DIM, DIM)
+        self.fc = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = {"weight": self.fc.weight * 2}
+        out: Tensor = functional_call(self.fc, values, (self.inp(x),))
+        return out
+
+
+@every_strategy
+@distributed(world_size=2)
+def test_functional_call_inside_a_unit(strategy: str, use_orig_params: bool) -> None:
+    """Behind flat parameters it sets the originals as attributes again."""
+    both = Differential.of_units(
+        _Doubling, (), strategy=strategy, use_orig_params=use_orig_params
+    )
+    names = [name for name, _ in both.model.named_parameters()]
+    for _ in range(2):
+        both.train(1)
+        assert [name for name, _ in both.model.named_parameters()] == names
+        both.zero_grad()
+        both.forward_backward()
+        assert_same_tensors(
+            "state", full_state_dict(both.model), both.reference.state_dict()
+        )
 
 
 @distributed(world_size=2)
