@@ -1,7 +1,7 @@
 """copy.deepcopy of a wrapped module: new parameters over a copy of the shards."""
 
 import copy
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -67,3 +67,24 @@ def copy_sharded(module: Attributes, memo: dict[int, Any]) -> Any:
         memo[id(mine)] = its  # of an optimizer that is copied with the model
     result.follow_reductions(None)  # the optimizer steps the module that was copied
     return result
+
+
+class Copying:
+    """What a module gives ``copy.deepcopy``, which makes its copy of this object."""
+
+    def __init__(self, module: Attributes) -> None:
+        self._module = module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy_sharded(self._module, memo)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a FullyShardedDataParallel module cannot be pickled or copied: it holds "
+            "process groups and this rank's part only; save state_dict() instead"
+        )
+
+    @staticmethod
+    def made(copied: Any) -> Any:
+        """Return the copy; without one, refuse as when pickled."""
+        return copied.__reduce__() if isinstance(copied, Copying) else copied

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from fsdp_c._engines.engine import ensure_engine
 from fsdp_c._engines.summon import summon_full_params, summoned
 from fsdp_c._fsdp1 import torch_dispatch
 from fsdp_c._fsdp1.conversion import convert
-from fsdp_c._fsdp1.copy import copy_sharded
+from fsdp_c._fsdp1.copy import Copying
 from fsdp_c._fsdp1.forward_methods import run_forward_method
 from fsdp_c._fsdp1.gradients import GradientMethods
 from fsdp_c._fsdp1.torch_class import TorchClass
@@ -358,13 +358,13 @@ class FullyShardedDataParallel(OptimStateMethods, GradientMethods, TorchClass):
         convert(self, fn, recurse=recurse)
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "FullyShardedDataParallel":
-        """Return a copy with its own shards, without gradients; between steps."""
-        copied: FullyShardedDataParallel = copy_sharded(self, memo)
-        return copied
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Let ``copy.deepcopy`` make a copy with its own shards, without gradients.
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(
-            "a FullyShardedDataParallel module cannot be pickled or copied: it holds "
-            "process groups and this rank's part only; save state_dict() instead"
-        )
+        Between steps. Not by ``__deepcopy__``: wrappers that look missing attributes up
+        in the module inside would have it, and the copy would lack them.
+
+        Raises:
+            TypeError: What calls this pickles, or copies shallowly.
+        """
+        return Copying.made, (Copying(self),)

@@ -7,6 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointWrapper,
+    checkpoint_wrapper,
+)
 
 from helpers.distributed import distributed, every_strategy, varied
 from helpers.groups import hybrid_groups
@@ -404,3 +408,40 @@ def test_inside_a_summon(differential: Differential) -> None:
             p.shape for p in differential.reference.parameters()
         ]
     differential.train(1)
+
+
+class _Forwards(nn.Module):
+    """Looks missing attributes up in the module inside, as many wrappers do."""
+
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.inside = inside
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.inside, name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * self.inside(x)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=2)
+def test_wrappers_that_look_attributes_up_inside(use_orig_params: bool) -> None:
+    """They are copied too, around the model and around a unit."""
+    unit = fsdp(Block(), use_orig_params=use_orig_params)
+    model = fsdp(
+        nn.Sequential(checkpoint_wrapper(unit)), use_orig_params=use_orig_params
+    )
+    wrapped = _Forwards(model)
+    x = torch.randn(2, DIM)
+    other = copy.deepcopy(wrapped)
+    assert [name for name, _ in other.named_modules()] == [
+        name for name, _ in wrapped.named_modules()
+    ]
+    assert isinstance(other, _Forwards)
+    assert isinstance(other.inside.module[0], CheckpointWrapper)
+    assert other.inside is not wrapped.inside
+    torch.testing.assert_close(other(x), wrapped(x))
