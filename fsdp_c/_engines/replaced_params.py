@@ -1,7 +1,9 @@
-"""Warns when an optimizer has parameters that sharding has replaced.
+"""Warns when an optimizer has parameters that sharded ones stand for.
 
 One that was made before ``fully_shard()``, or before a FullyShardedDataParallel with
 flat parameters, steps tensors that get no gradient: it trains nothing, without a word.
+So does one that was made while modules had whole parameters: between a forward that
+keeps them and its backward, or after ``unshard()``.
 """
 
 import functools
@@ -38,8 +40,10 @@ def _look_once(optimizer: Optimizer, *_: Any) -> None:
     warnings.warn(
         f"{type(optimizer).__name__} steps {len(replaced)} of {len(params)} "
         f"parameters, the first of them {replaced[0]!r}, that are no longer the "
-        "model's: it was made before the model was sharded, and does not train them. "
-        "Make it afterwards, of model.parameters(). FullyShardedDataParallel with "
-        "use_orig_params=True keeps the parameters of an earlier optimizer",
+        "model's: it was made before the model was sharded, or while its modules had "
+        "whole parameters (between forward and backward, after unshard()), and does "
+        "not train them. Make it afterwards, of model.parameters(). "
+        "FullyShardedDataParallel with use_orig_params=True keeps the parameters of an "
+        "earlier optimizer",
         stacklevel=3,
     )

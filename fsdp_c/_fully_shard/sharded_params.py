@@ -28,7 +28,7 @@ from fsdp_c._units.cuts import (
     local_of,
     parallel_param,
 )
-from fsdp_c._units.uses import check_is_parameter
+from fsdp_c._units.uses import check_is_parameter, mark_replaced
 
 # Not the parameters: one with a weak reference cannot be swapped.
 _living: "weakref.WeakSet[ShardedParams]" = weakref.WeakSet()
@@ -278,6 +278,10 @@ class ShardedParams:
         self._parts = [
             self._part_of(unit, index) if keeps_part else None for index in indices
         ]
+        for place in self.places:
+            for whole in (self._shown[place.param], self._parts[place.param]):
+                if whole is not None:
+                    mark_replaced(whole, place.fqn)  # an optimizer of it trains nothing
         for index in indices:
             self._bind_sharded(unit, index)
         self._bind_rows(unit)

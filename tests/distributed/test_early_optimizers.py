@@ -43,6 +43,24 @@ def test_one_that_trains_nothing_is_named_once(api: str) -> None:
     assert not _warnings_of(sharded, torch.optim.SGD(sharded.parameters(), lr=0.1))
 
 
+@pytest.mark.parametrize("unshards", [True, False])
+@distributed(world_size=2)
+def test_one_of_whole_parameters(unshards: bool) -> None:
+    """They are registered after unshard(), and by a root between its two passes."""
+    model = shard_by("fully_shard", _model(), {})
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1)]
+    if unshards:
+        model.unshard()
+    else:
+        model(torch.randn(BATCH, DIM))
+    optimizers.append(torch.optim.SGD(model.parameters(), lr=0.1))
+    model.reshard()
+    sharded, whole = (_warnings_of(model, optimizer) for optimizer in optimizers)
+    assert not sharded
+    assert len(whole) == 1
+    assert f"SGD {SAID}" in whole[0]
+
+
 @distributed(world_size=2)
 def test_one_that_follows_the_model() -> None:
     model = _model()
