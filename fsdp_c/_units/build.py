@@ -16,9 +16,9 @@ from fsdp_c._units.keep_whole import block_numels, check_padding, kept_of
 from fsdp_c._units.materialize import materialize
 from fsdp_c._units.originals import Originals
 from fsdp_c._units.parallel import ParallelParams, localize
-from fsdp_c._units.parametrized import refuse_computing_of_shards
 from fsdp_c._units.params import collect_uses, move_to_device, own_modules
 from fsdp_c._units.uses import ParamUse, mark_sharded
+from fsdp_c._units.whole_only import refuse_running_with_shards
 
 
 def build_unit(
@@ -117,7 +117,7 @@ def take_unit(
     """
     for use in uses:
         mark_sharded(use.param, unit.name)
-    refuse_computing_of_shards(uses)
+    refuse_running_with_shards(uses)
     buffers = UnitBuffers(
         module,
         (current for _, current in own_modules(module, ignored.modules)),

@@ -1,5 +1,9 @@
-"""torch.nn.utils.parametrizations: weights that are computed of parameters."""
+"""Modules of which torch's kernels end the process, were they computed of shards.
 
+Weights of torch.nn.utils.parametrizations are computed wherever they are read.
+"""
+
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal, weight_norm
 
 from helpers.distributed import distributed
-from helpers.impl import FSDP
+from helpers.impl import FSDP, fsdp
 from helpers.models import DIM
 from helpers.rows import APIS, in_either_api
 
@@ -62,3 +66,44 @@ def test_between_steps(
             unit.module.fc.weight, differential.reference[1].fc.weight
         )
     differential.train(1)
+
+
+class _WithLSTM(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(DIM, DIM, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.rnn(x.unsqueeze(1))[0]
+        return out.squeeze(1)
+
+
+@pytest.mark.parametrize("api", ["FSDP", "FSDP flat"])
+@distributed(world_size=2)
+def test_an_lstm_called_alone(api: str) -> None:
+    """The unit's module was not called, so nothing was gathered."""
+    differential = in_either_api(api, _WithLSTM, {})
+    x = torch.ones(2, 3, DIM, dtype=torch.float64)
+    differential.train(1)
+    rnn = differential.model.module.rnn
+    with pytest.raises(RuntimeError, match="'rnn' cannot be computed of shards"):
+        rnn(x)
+    with FSDP.summon_full_params(differential.model), torch.no_grad():
+        torch.testing.assert_close(rnn(x), differential.reference.rnn(x))
+    differential.train(1)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=2)
+def test_hooks_of_weight_norm(use_orig_params: bool) -> None:
+    """Those of torch.nn.utils compute the weight before the module's forward."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated
+        layer = nn.utils.weight_norm(nn.Linear(DIM, 3))
+    expected = layer(torch.ones(2, DIM)).detach()
+    model = fsdp(nn.Sequential(layer), use_orig_params=use_orig_params)
+    x = torch.ones(2, DIM)
+    torch.testing.assert_close(model(x), expected.to(x.device))
+    with pytest.raises(RuntimeError, match="'0' cannot be computed of shards"):
+        layer(x)
+    torch.testing.assert_close(model(x), expected.to(x.device))
