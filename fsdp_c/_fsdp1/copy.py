@@ -30,6 +30,9 @@ def copy_sharded(module: Attributes, memo: dict[int, Any]) -> Any:
         (key, value.copy() if isinstance(value, dict) else value)
         for key, value in module.__dict__.items()
     )
+    # What Module.compile() made runs the module that was copied. A copy of a plain
+    # module is not compiled, either.
+    result.__dict__.pop("_compiled_call_impl", None)
     sharded = module._sharded
     if sharded.originals.parallel:
         raise RuntimeError(

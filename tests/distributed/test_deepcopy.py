@@ -92,6 +92,16 @@ def test_other_models(differential: Differential) -> None:
     _check_copy(differential)
 
 
+@distributed(world_size=2)
+@with_model("mlp")
+def test_compiled_in_place(differential: Differential) -> None:
+    """The copy runs itself, not what compile() made of the module that was copied."""
+    for module in FSDP.fsdp_modules(differential.model):
+        module.compile(backend="eager")
+    differential.train(1)
+    _check_copy(differential)
+
+
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
 @with_model("mlp")
