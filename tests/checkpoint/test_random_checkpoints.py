@@ -7,7 +7,6 @@ saves. The message of a failure holds the seed and the program. More cases:
     FSDP_C_RANDOM_FIRST=123 FSDP_C_RANDOM_CASES=100 pytest ...
 """
 
-import os
 import shutil
 import warnings
 from pathlib import Path
@@ -40,6 +39,7 @@ from helpers.random_checkpoints import (
     make_optimizer,
     train,
 )
+from helpers.random_programs import chosen_cases
 from helpers.random_runs import keep_some
 from helpers.reference import assert_same_tensors
 from helpers.rows import shard_by
@@ -223,9 +223,7 @@ def run_leg(rank: int, seed: int, number: int, folder: str) -> None:
 
 def batches(num_short: int, num_full: int, size: int) -> list[Any]:
     """Return tuples of seeds; those from ``num_short`` on run with ``--full``."""
-    first = int(os.environ.get("FSDP_C_RANDOM_FIRST", "0"))
-    if "FSDP_C_RANDOM_CASES" in os.environ:
-        num_short = num_full = int(os.environ["FSDP_C_RANDOM_CASES"])
+    first, num_short, num_full = chosen_cases(num_short, num_full)
     return [
         pytest.param(
             tuple(range(first + begin, first + min(begin + size, num_full))),

@@ -93,16 +93,23 @@ def world_size_of(seed: int) -> int:
     return WORLD_SIZES[seed % len(WORLD_SIZES)]
 
 
-def batches_of(*, num_short: int, num_full: int, size: int) -> list[Any]:
-    """Return pytest's parameters: world sizes, and tuples of cases that have them.
+def chosen_cases(num_short: int, num_full: int) -> tuple[int, int, int]:
+    """Return the first case, and how many run in a short and in a full run.
 
-    Cases from ``num_short`` on run with ``--full``. FSDP_C_RANDOM_FIRST and
-    FSDP_C_RANDOM_CASES choose others; then all of them run.
+    FSDP_C_RANDOM_FIRST and FSDP_C_RANDOM_CASES choose others; then all of them run.
     """
     names = ("FSDP_C_RANDOM_FIRST", "FSDP_C_RANDOM_CASES")
     if any(name in os.environ for name in names):
         num_short = num_full = int(os.environ.get(names[1], num_short))
-    first = int(os.environ.get(names[0], "0"))
+    return int(os.environ.get(names[0], "0")), num_short, num_full
+
+
+def batches_of(*, num_short: int, num_full: int, size: int) -> list[Any]:
+    """Return pytest's parameters: world sizes, and tuples of cases that have them.
+
+    Cases from ``num_short`` on run with ``--full``; see chosen_cases().
+    """
+    first, num_short, num_full = chosen_cases(num_short, num_full)
     found = []
     for marks, begin, end in (
         ((), first, first + num_short),
