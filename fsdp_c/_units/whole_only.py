@@ -42,7 +42,7 @@ def _check(whole: dict[str, tuple[str, torch.Size]], module: nn.Module, _: Any) 
             path, _, _ = fqn.replace("parametrizations.", "").rpartition(".")
             what = path or type(module).__name__
             raise RuntimeError(
-                f"{what!r} cannot be computed of shards: its "
-                f"{name!r} of shape {list(shape)} is {list(param.shape)} on this rank. "
+                f"{what!r} needs whole parameters: its {name!r} of shape "
+                f"{list(shape)} is {list(param.shape)} on this rank. "
                 "Use it in the unit's forward, or within FSDP.summon_full_params(model)"
             )

@@ -1,4 +1,4 @@
-"""Modules of which torch's kernels end the process, were they computed of shards.
+"""Modules with which torch's kernels end the process if they run with shards.
 
 Weights of torch.nn.utils.parametrizations are computed wherever they are read.
 """
@@ -53,13 +53,13 @@ def test_training(api: str, parametrize: Callable[[Any], nn.Module]) -> None:
 def test_between_steps(
     world_size: int, api: str, parametrize: Callable[[Any], nn.Module]
 ) -> None:
-    """Whole parameters have the weight; of parts torch's kernel ends the process."""
+    """Shards have no weight: with those of weight_norm the process ended."""
     differential = _make(api, parametrize)
     differential.train(1)
     model = differential.model
     unit = model.module[1]
     if world_size > 1:
-        with pytest.raises(RuntimeError, match=r"'fc\.weight' cannot be computed"):
+        with pytest.raises(RuntimeError, match=r"'fc\.weight' needs whole parameters"):
             _ = unit.module.fc.weight
     with FSDP.summon_full_params(model):
         torch.testing.assert_close(
@@ -86,7 +86,7 @@ def test_an_lstm_called_alone(api: str) -> None:
     x = torch.ones(2, 3, DIM, dtype=torch.float64)
     differential.train(1)
     rnn = differential.model.module.rnn
-    with pytest.raises(RuntimeError, match="'rnn' cannot be computed of shards"):
+    with pytest.raises(RuntimeError, match="'rnn' needs whole parameters"):
         rnn(x)
     with FSDP.summon_full_params(differential.model), torch.no_grad():
         torch.testing.assert_close(rnn(x), differential.reference.rnn(x))
@@ -104,6 +104,6 @@ def test_hooks_of_weight_norm(use_orig_params: bool) -> None:
     model = fsdp(nn.Sequential(layer), use_orig_params=use_orig_params)
     x = torch.ones(2, DIM)
     torch.testing.assert_close(model(x), expected.to(x.device))
-    with pytest.raises(RuntimeError, match="'0' cannot be computed of shards"):
+    with pytest.raises(RuntimeError, match="'0' needs whole parameters"):
         layer(x)
     torch.testing.assert_close(model(x), expected.to(x.device))
