@@ -60,6 +60,6 @@ def _begun_on_any_rank(
 
 
 def _has_gradients(optim: Optimizer) -> bool:
-    """Whether torch takes it for one without states, such as plain SGD."""
+    """Whether torch would make no states of it: some parameter has a gradient."""
     params = (param for group in optim.param_groups for param in group["params"])
     return any(param.grad is not None for param in params)
