@@ -4,6 +4,7 @@ Python raises KeyboardInterrupt where a function of it begins or has called one 
 All ranks are interrupted at the same place, as the one rank of a notebook is.
 """
 
+import gc
 import os
 import random
 import sys
@@ -41,6 +42,7 @@ class _Interrupt:
             raise KeyboardInterrupt
 
     def __enter__(self) -> "_Interrupt":
+        gc.disable()  # what it finalizes is another number of places on each rank
         sys.setprofile(self._note)
         return self
 
@@ -51,6 +53,7 @@ class _Interrupt:
         trace: TracebackType | None,
     ) -> bool:
         sys.setprofile(None)
+        gc.enable()
         return kind is KeyboardInterrupt
 
 
