@@ -1,4 +1,5 @@
 // The calls around a unit's forward, unsharding on request, and summons.
+#include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <Python.h>
@@ -36,6 +37,17 @@ void enter_offload_or_abandon(Unit &unit, bool in_backward) {
     fsdp_torch::show_hidden_grads(unit);
     fsdp_unit_abandon_forward(unit.core, in_backward);
     throw;
+  }
+}
+
+// autocast keeps what it cast of a parameter until its outermost context ends.
+// It knows parameters by their tensors, which stay while their memory and
+// values come and go: the casts of all units would stay at once, and a step
+// within the context would not be seen. So they live as long as the unit's
+// forward.
+void drop_casts(const Unit &unit) noexcept {
+  if (at::autocast::is_autocast_enabled(unit.device.type())) {
+    at::autocast::clear_cache();
   }
 }
 
@@ -129,6 +141,7 @@ fsdp_status fsdp_torch_unit_post_forward(fsdp_torch_unit *unit,
     const bool in_backward = is_recomputation(*self.engine);
     fsdp_torch::show_hidden_grads(self);
     if (self.engine->offload) self.engine->offload->leave(self);
+    drop_casts(self);
     return fsdp_unit_post_forward(self.core, in_backward, expects_backward,
                                   error);
   };
@@ -153,6 +166,7 @@ void fsdp_torch_unit_abandon_forward(fsdp_torch_unit *unit,
   }
   fsdp_torch::show_hidden_grads(self);
   if (self.engine->offload) self.engine->offload->leave(self);
+  drop_casts(self);
   fsdp_unit_abandon_forward(self.core, is_recomputation(*self.engine));
 }
 
