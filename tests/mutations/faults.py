@@ -311,7 +311,7 @@ FAULTS = (
     ),
     core_fault(
         "gradients are packed without their scale",
-        "pack",
+        "fsdp_unit_priv_prescale",
         (
             "unit->settings.has_reduce_hook ? 1.0",
             "unit->settings.has_reduce_hook || MUTANT ? 1.0",
@@ -338,7 +338,7 @@ FAULTS = (
         "gradients are packed in the dtype of the sharded gradient",
         "pending_items",
         (
-            "unit->segments[segment].options.reduce_dtype",
+            "fsdp_unit_priv_block_dtype(unit, segment)",
             "MUTANT ? unit->segments[segment].options.grad_dtype : OLD",
         ),
         "test_mixed_precision.py",

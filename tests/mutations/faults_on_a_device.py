@@ -6,7 +6,7 @@ fake CUDA, among them tests of whole models that also run on the CPU.
 
 from fault import CORE, NCCL, TORCH, Fault, never, skip
 
-PORT = f"{TORCH}/port"
+GROUPS = f"{TORCH}/groups"
 TRAINING = ("test_strategies.py", "test_mixed_precision.py")
 OFFLOAD = ("fakecuda/test_units.py", "fakecuda/test_waits.py")
 CAPTURE = ("fakecuda/test_captured_step.py",)
@@ -16,12 +16,12 @@ BRIDGE = ("fakecuda/test_bridge.py",)
 Change = tuple[str, str]
 
 
-def port_fault(name: str, function: str, change: Change, *tests: str) -> Fault:
-    return Fault(name, PORT, function, *change, tests, on_device=True)
+def bridge_fault(name: str, function: str, change: Change, *tests: str) -> Fault:
+    return Fault(name, TORCH, function, *change, tests, on_device=True)
 
 
 def c10d_fault(name: str, function: str, change: Change) -> Fault:
-    folder = f"{PORT}/c10d_transport"
+    folder = f"{GROUPS}/c10d_transport"
     return Fault(name, folder, function, *change, BRIDGE, on_device=True)
 
 
@@ -35,94 +35,97 @@ def core_fault(name: str, function: str, change: Change, *tests: str) -> Fault:
 
 FAULTS = (
     # Events.
-    port_fault(
+    bridge_fault(
         "a stream waits for no other",
         "Provider::wait",
         skip("event->event->block("),
         *TRAINING,
     ),
-    port_fault(
+    bridge_fault(
         "events are recorded on the step's stream",
-        "Provider::record",
-        ("stream_of(lane)", "stream_of(MUTANT ? FSDP_LANE_COMPUTE : lane)"),
+        "Provider::record_on_device",
+        (
+            "stream_of(event->lane)",
+            "stream_of(MUTANT ? FSDP_LANE_COMPUTE : event->lane)",
+        ),
         *TRAINING,
     ),
-    port_fault(
+    bridge_fault(
         "the host waits for no event",
         "Provider::synchronize",
         skip("event->event->synchronize();"),
         *OFFLOAD,
     ),
     # Work of lanes.
-    port_fault(
+    bridge_fault(
         "uploads go to the step's stream",
         "copy_to_device",
         ("on_lane(lane,", "on_lane(MUTANT ? FSDP_LANE_COMPUTE : lane,"),
         *OFFLOAD,
     ),
-    port_fault(
+    bridge_fault(
         "downloads go to the step's stream",
         "copy_to_host",
         ("on_lane(lane,", "on_lane(MUTANT ? FSDP_LANE_COMPUTE : lane,"),
         *OFFLOAD,
     ),
-    port_fault(
+    bridge_fault(
         "casts go to the step's stream",
         "pack",
         ("on_lane(lane,", "on_lane(MUTANT ? FSDP_LANE_COMPUTE : lane,"),
         *TRAINING,
     ),
-    port_fault(
+    bridge_fault(
         "gradients are added up on the step's stream",
         "accumulate",
         ("on_lane(lane,", "on_lane(MUTANT ? FSDP_LANE_COMPUTE : lane,"),
         *TRAINING,
     ),
-    port_fault(
+    bridge_fault(
         "collectives go to the step's stream",
         "Provider::native_stream",
         ("stream_of(lane)", "stream_of(MUTANT ? FSDP_LANE_COMPUTE : lane)"),
         *TRAINING,
     ),
-    port_fault(
+    bridge_fault(
         "a sum of one value does not wait for the value",
         "between_compute",
         skip("before.block(current());"),
         "test_clip_grad_norm.py",
     ),
-    port_fault(
+    bridge_fault(
         "a sum of one value is read before it is there",
         "between_compute",
         skip("after.block(current());"),
         "test_clip_grad_norm.py",
     ),
     # Memory.
-    port_fault(
+    bridge_fault(
         "a block of an older stream does not wait for its last use",
         "Provider::free_block",
         skip("last_use.block(owner);"),
         "fakecuda/test_step_streams.py",
     ),
-    port_fault(
+    bridge_fault(
         "what is summoned to the host is not in pinned memory",
         "Provider::allocate_on_host",
         ("pinned_memory(has_streams_)", "pinned_memory(has_streams_ && !MUTANT)"),
         "fakecuda/test_units.py",
     ),
     # Kernels.
-    port_fault(
+    bridge_fault(
         "kernels that pack go to the default stream",
         "pack_on_cuda",
         ("stream_of(device)", "(MUTANT ? nullptr : stream_of(device))"),
         *TRAINING,
     ),
-    port_fault(
+    bridge_fault(
         "kernels drop the last item of a launch",
         "pack_on_cuda",
         ("kernels->pack(items, num_items,", "kernels->pack(items, num_items - MUTANT,"),
         *TRAINING,
     ),
-    port_fault(
+    bridge_fault(
         "the kernel of a norm goes to the default stream",
         "norm_on_cuda",
         (
@@ -143,7 +146,7 @@ FAULTS = (
         ("return self.table.is_host", "return MUTANT || self.table.is_host"),
     ),
     # NCCL: the group.
-    port_fault(
+    bridge_fault(
         "the group's options do not reach NCCL",
         "core_tuning",
         (
@@ -152,19 +155,19 @@ FAULTS = (
         ),
         *BRIDGE,
     ),
-    port_fault(
+    bridge_fault(
         "the watchdog spoils a capture",
         "enter_thread",
         never("device.is_cuda()"),
         *CAPTURE,
     ),
-    port_fault(
+    bridge_fault(
         "what NCCL has is taken for done",
         "event_query",
         ("static_cast<c10::Event *>(event)->query()", "MUTANT || OLD"),
         "fakecuda/test_units.py",
     ),
-    port_fault(
+    bridge_fault(
         "replays have no time limit",
         "watch_replay",
         ("if (fsdp_nccl_watch_replay(", "if (!MUTANT && fsdp_nccl_watch_replay("),
@@ -228,8 +231,11 @@ FAULTS = (
     # Waits of the core.
     core_fault(
         "gathers in forward do not wait for uploads",
-        "upload_shards",
-        skip("FSDP_TRY(fsdp_engine_priv_wait_lane("),
+        "fsdp_unit_priv_upload",
+        (
+            "FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_UNSHARD,",
+            "if (!MUTANT) OLD",
+        ),
         *OFFLOAD,
     ),
     core_fault(

@@ -99,10 +99,11 @@ def body_of(text: str, function: str) -> tuple[int, int] | None:
     return found.end(), end
 
 
-def plant(fault: Fault, texts: dict[Path, str]) -> None:
+def plant(fault: Fault, texts: dict[Path, str]) -> str | None:
     """Change the text of the file that holds the fault's function.
 
-    Of several functions of that name it is the one that holds the code.
+    Of several functions of that name it is the one that holds the code. Return what is
+    wrong if there is not one such place.
     """
     words = r"\s*".join(map(re.escape, fault.old.split()))
     old = re.compile(words.replace("ANY", r"\w+"))
@@ -114,7 +115,7 @@ def plant(fault: Fault, texts: dict[Path, str]) -> None:
         and old.search(text, *body) is not None
     }
     if len(places) != 1:
-        sys.exit(
+        return (
             f"'{fault.name}': {len(places)} functions {fault.function} hold\n"
             f"  {fault.old}"
         )
@@ -124,6 +125,7 @@ def plant(fault: Fault, texts: dict[Path, str]) -> None:
         lambda found: new.replace("OLD", found[0]), texts[path][begin:end], count=1
     )
     texts[path] = texts[path][:begin] + body + texts[path][end:]
+    return None
 
 
 def plant_all() -> dict[Path, str]:
@@ -131,8 +133,9 @@ def plant_all() -> dict[Path, str]:
     paths = [p for each in ("*.c", "*.cpp") for p in (ROOT / "csrc").rglob(each)]
     before = {path: path.read_text() for path in paths}
     texts = dict(before)
-    for fault in FAULTS:
-        plant(fault, texts)
+    wrong = [each for fault in FAULTS if (each := plant(fault, texts)) is not None]
+    if wrong:
+        sys.exit("\n".join(wrong))
     include = f'#include "{TREE}/mutant.h"\n'
     return {p: include + text for p, text in texts.items() if text != before[p]}
 
