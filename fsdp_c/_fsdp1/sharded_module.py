@@ -133,7 +133,7 @@ class FullyShardedDataParallel(OptimStateMethods, GradientMethods, TorchClass):
             )
         ignored = find_ignored(module, config)
         params = list(unsharded_params(module, ignored.params))
-        check_params(params, config.device_mesh)
+        check_params(module, params, config.device_mesh)
         group = config.groups.process_group
         device = choose_device(
             config.device_id,

@@ -25,7 +25,7 @@ from fsdp_c._units.apart import choose_apart, have_units_inside
 from fsdp_c._units.base import ShardedModule
 from fsdp_c._units.cuts import Cut, local_of
 from fsdp_c._units.keep_whole import Kept, kept_of
-from fsdp_c._units.params import check_param
+from fsdp_c._units.params import check_module, check_param
 from fsdp_c._units.uses import mark_replaced, mark_sharded, sharding_unit
 
 # By the module's own class.
@@ -201,6 +201,7 @@ def _make_groups(
             if param is None or param in ignored:
                 continue
             fqn = f"{prefix}.{name}" if prefix else name
+            check_module(module, fqn, "ignored_params")
             if param not in found:
                 _check_param(fqn, param, names.get(param) or sharding_unit(param))
             found.setdefault(param, []).append((module, name, fqn))

@@ -35,13 +35,17 @@ def unsharded_params(
 
 
 def check_params(
-    named_params: Iterable[tuple[str, nn.Parameter]], device_mesh: DeviceMesh | None
+    module: nn.Module,
+    named_params: Iterable[tuple[str, nn.Parameter]],
+    device_mesh: DeviceMesh | None,
 ) -> None:
-    """Check that all parameters can be flattened.
+    """Check that all of these parameters in ``module`` can be flattened.
 
-    Before a module with them is wrapped, and before they have memory.
+    Before ``module`` is wrapped, and before they have memory.
     """
     for name, param in named_params:
+        path, _, _ = name.rpartition(".")
+        check_module(module.get_submodule(path), clean_name(name), "ignored_modules")
         if isinstance(param, DTensor) and device_mesh is not None:
             row_cut(clean_name(name), param, device_mesh)  # raises if it cannot be
         else:
@@ -176,6 +180,23 @@ def _problem(param: nn.Parameter) -> str | None:
             f"memory of its own: {other}, {left_alone}"
         )
     return None
+
+
+def check_module(module: nn.Module, fqn: str, argument: str) -> None:
+    """Refuse a parameter, ``fqn``, that ``module`` cannot have replaced.
+
+    ``argument`` is the one that leaves it alone.
+
+    Raises:
+        ValueError: The module is one of TorchScript.
+    """
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ValueError(
+            f"parameter {fqn!r} belongs to a module of TorchScript "
+            f"({module.original_name}), whose parameters cannot be replaced: pass the "
+            "module that was scripted or traced, and compile it with torch.compile; "
+            f"or leave this one alone with {argument}"
+        )
 
 
 def _has_own_memory(param: nn.Parameter) -> bool:

@@ -16,6 +16,7 @@ from helpers.distributed import distributed, varied
 from helpers.impl import fsdp
 from helpers.models import DIM, MLP, Block
 from helpers.reference import Differential, with_model
+from helpers.rows import APIS, shard_by
 
 pytestmark = pytest.mark.cpu_only("quantized and nested tensors are made on the host")
 
@@ -134,6 +135,25 @@ def test_refused(kind: str, use_orig_params: bool) -> None:
         module, units={Block}, ignored_states=[odd], use_orig_params=use_orig_params
     )
     model(torch.ones(2, DIM)).sum().backward()
+
+
+@pytest.mark.parametrize("api", APIS)
+@distributed(world_size=2)
+def test_torchscript(api: str) -> None:
+    """Its modules cannot have their parameters replaced; those without any can stay."""
+    module = MLP()
+    block = module.get_submodule("blocks.1")
+    module.set_submodule("blocks.1", torch.jit.trace(block, torch.ones(2, DIM)))
+    is_rows = api == "fully_shard"
+    reason = "belongs to a module of TorchScript (Linear), whose parameters cannot be"
+    remedy = "ignored_params" if is_rows else "ignored_modules"
+    message = rf"'blocks\.1\.fc1\.weight' {re.escape(reason)} replaced.* {remedy}"
+    before = _state_of(module)
+    with pytest.raises(ValueError, match=message):
+        shard_by(api, module, () if is_rows else {Block})
+    assert _state_of(module) == before
+    module.set_submodule("blocks.1", torch.jit.script(nn.Tanh()))
+    shard_by(api, module, {Block})(torch.ones(2, DIM)).sum().backward()
 
 
 @distributed(world_size=2)
