@@ -24,6 +24,7 @@ from fsdp_c._torch_compat import interpreted, note_fully_sharded, noted_state
 from fsdp_c._units.apart import choose_apart, have_units_inside
 from fsdp_c._units.base import ShardedModule
 from fsdp_c._units.cuts import Cut, local_of
+from fsdp_c._units.fused_layers import ask_to_be_called
 from fsdp_c._units.keep_whole import Kept, kept_of
 from fsdp_c._units.params import check_module, check_param
 from fsdp_c._units.uses import mark_replaced, mark_sharded, sharding_unit
@@ -103,6 +104,7 @@ def fully_shard(
         each.__dict__["_fsdp_c_groups"] = groups
         note_fully_sharded(each, state)
         each.__class__ = _class_over(type(each))
+        ask_to_be_called(each)
     return module
 
 

@@ -12,6 +12,7 @@ from fsdp_c._units.buffers import UnitBuffers
 from fsdp_c._units.collectives import broadcast_from_first
 from fsdp_c._units.config import Config
 from fsdp_c._units.cuts import Cut, local_of
+from fsdp_c._units.fused_layers import ask_to_be_called
 from fsdp_c._units.keep_whole import block_numels, check_padding, kept_of
 from fsdp_c._units.materialize import materialize
 from fsdp_c._units.originals import Originals
@@ -57,6 +58,7 @@ def build_unit(
         broadcast_from_first(tensors, config.groups.process_group)
         if config.groups.inter_node_group is not None:
             broadcast_from_first(tensors, config.groups.inter_node_group)
+    ask_to_be_called(module)
     unit = config.make_unit(
         name,
         params,
