@@ -1,9 +1,10 @@
-"""Warns when an optimizer has parameters that sharded ones stand for.
+"""Warns when something still uses parameters that sharded ones stand for.
 
 One that was made before ``fully_shard()``, or before a FullyShardedDataParallel with
 flat parameters, steps tensors that get no gradient: it trains nothing, without a word.
 So does one that was made while modules had whole parameters: between a forward that
-keeps them and its backward, or after ``unshard()``.
+keeps them and its backward, or after ``unshard()``. A module that has parameters in a
+list of its own, or shares them from outside, computes with the old ones for ever.
 """
 
 import functools
@@ -11,10 +12,11 @@ import warnings
 import weakref
 from typing import Any
 
+from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fsdp_c._torch_compat import interpreted_with_callees
-from fsdp_c._units.uses import replaced_name
+from fsdp_c._units.uses import mark_replaced, replaced_name
 
 _seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
@@ -47,3 +49,26 @@ def _look_once(optimizer: Optimizer, *_: Any) -> None:
         "earlier optimizer",
         stacklevel=3,
     )
+
+
+def replace_for_good(param: nn.Parameter, name: str) -> None:
+    """Note that ``param`` is no longer the model's ``name``, and not computed with.
+
+    The first gradient that comes to it is warned about.
+    """
+    mark_replaced(param, name)
+    if not param.requires_grad:
+        return
+
+    def warn(_: nn.Parameter) -> None:
+        handle.remove()
+        warnings.warn(
+            f"a gradient came to the old parameter {name!r}, which fully_shard() "
+            "replaced: something computes with its old values, and no step changes "
+            "them. Look parameters up in their modules when they are used, instead of "
+            "in a list that was made before; call fully_shard() on a module that "
+            "contains all that share it",
+            stacklevel=2,
+        )
+
+    handle = param.register_post_accumulate_grad_hook(warn)  # type: ignore[no-untyped-call]

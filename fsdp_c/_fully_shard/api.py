@@ -11,6 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fsdp_c._engines.replaced_params import replace_for_good
 from fsdp_c._fully_shard.arguments import Arguments, check_arguments
 from fsdp_c._fully_shard.forward import run_forward
 from fsdp_c._fully_shard.group import Group, own_modules
@@ -27,7 +28,7 @@ from fsdp_c._units.cuts import Cut, local_of
 from fsdp_c._units.fused_layers import ask_to_be_called
 from fsdp_c._units.keep_whole import Kept, kept_of
 from fsdp_c._units.params import check_module, check_param
-from fsdp_c._units.uses import mark_replaced, mark_sharded, sharding_unit
+from fsdp_c._units.uses import mark_sharded, sharding_unit
 
 # By the module's own class.
 _classes: dict[type[nn.Module], Any] = {}
@@ -240,7 +241,7 @@ def _make_groups(
             zip(making.params, making.sharded, strict=True)
         ):
             mark_sharded(param, found[param][0][2])  # whoever shares it is told
-            mark_replaced(param, found[param][0][2])
+            replace_for_good(param, found[param][0][2])
             vars(new).pop("_fsdp_flattened", None)
             for module, name, fqn in found[param]:
                 register(module, name, new)

@@ -1,4 +1,4 @@
-"""Optimizers that are made before the model is sharded."""
+"""Optimizers and modules that keep parameters from before the model was sharded."""
 
 import warnings
 from typing import Any
@@ -66,3 +66,30 @@ def test_one_that_follows_the_model() -> None:
     model = _model()
     optimizer = whole_parameter_optimizer(model, torch.optim.SGD)
     assert not _warnings_of(shard_by("fully_shard", model, {}), optimizer)
+
+
+class _WithList(nn.Module):
+    """Keeps its parameters in a list that no module knows of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(DIM, DIM)
+        self.__dict__["weights"] = [self.layer.weight]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
+            x = nn.functional.linear(x, weight, self.layer.bias)
+        return x
+
+
+@distributed(world_size=2)
+def test_one_that_is_computed_with() -> None:
+    model = shard_by("fully_shard", nn.Sequential(_WithList(), nn.Linear(DIM, 2)), {})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(torch.randn(BATCH, DIM)).sum().backward()
+    said = [str(each.message) for each in caught]
+    said = [each for each in said if "a gradient came to the old parameter" in each]
+    assert len(said) == 1
+    assert "'0.layer.weight', which fully_shard() replaced" in said[0]
