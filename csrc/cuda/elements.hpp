@@ -133,14 +133,19 @@ struct Wide<FSDP_DTYPE_FLOAT64, FSDP_DTYPE_FLOAT64> {
   using Type = double;
 };
 
+// What becomes of the destination. A copy is scaled in its own dtype, kScaled
+// in the one that sums are computed in.
+enum class Kind : int8_t { kCopy, kScaled, kAdd, kZeros, kOnes };
+
 // What becomes of one element of the destination.
 template <int To, int From>
 FSDP_HD element<To> combined(element<To> old, element<From> value, double scale,
-                             bool is_added) {
-  if (is_added) {
+                             Kind kind) {
+  if (kind != Kind::kCopy) {
     using Type = typename Wide<To, From>::Type;
     const Type term = multiply(static_cast<Type>(scale),
                                static_cast<Type>(Dtype<From>::get(value)));
+    if (kind == Kind::kScaled) return Dtype<To>::put(term);
     return Dtype<To>::put(add(static_cast<Type>(Dtype<To>::get(old)), term));
   }
   const element<To> cast = Dtype<To>::put(Dtype<From>::get(value));

@@ -65,8 +65,10 @@ inline Item item_for_pack(const fsdp_pack_item &from, int64_t *num_tiles) {
   item.numel = from.numel;
   item.to_code = static_cast<int8_t>(to_dtype.code);
   item.from_code = static_cast<int8_t>(from_dtype.code);
-  item.kind = !is_constant ? (from.add ? Kind::kAdd : Kind::kCopy)
-                           : (from.is_one ? Kind::kOnes : Kind::kZeros);
+  item.kind = is_constant         ? (from.is_one ? Kind::kOnes : Kind::kZeros)
+              : from.add          ? Kind::kAdd
+              : from.scales_first ? Kind::kScaled
+                                  : Kind::kCopy;
   item.head = static_cast<int8_t>(
       head_numel(reinterpret_cast<uintptr_t>(from.to), to_dtype.itemsize,
                  reinterpret_cast<uintptr_t>(is_constant ? from.to : from.from),

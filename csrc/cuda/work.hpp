@@ -26,9 +26,6 @@ constexpr int kWarp = 32;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kNoVectors = -1;
 
-// What becomes of the destination.
-enum class Kind : int8_t { kCopy, kAdd, kZeros, kOnes };
-
 // One item of a launch, or one span of a norm.
 struct Item {
   void *to;
@@ -177,17 +174,16 @@ FSDP_HD void pack_units(element<To> *to, const element<From> *from, Kind kind,
         struct alignas(16) Unit {
           element<To> values[Numel];
         };
-        const bool is_added = kind == Kind::kAdd;
         const element<To> constant =
             Dtype<To>::put(kind == Kind::kOnes ? 1.0F : 0.0F);
         Unit result = {};
-        if (is_added) move<Numel>(result.values, to + first);
+        if (kind == Kind::kAdd) move<Numel>(result.values, to + first);
         FSDP_UNROLL
         for (int i = 0; i < Numel; i++) {
-          result.values[i] =
-              from == nullptr ? constant
-                              : combined<To, From>(result.values[i], values[i],
-                                                   scale, is_added);
+          result.values[i] = from == nullptr
+                                 ? constant
+                                 : combined<To, From>(result.values[i],
+                                                      values[i], scale, kind);
         }
         move<Numel>(to + first, result.values);
       });
@@ -207,8 +203,7 @@ FSDP_HD void pack_item(const Item &item, int tile, int thread, double scale) {
     if (i < 0) continue;
     to[i] = from == nullptr
                 ? Dtype<To>::put(item.kind == Kind::kOnes ? 1.0F : 0.0F)
-                : combined<To, From>(to[i], from[i], scale,
-                                     item.kind == Kind::kAdd);
+                : combined<To, From>(to[i], from[i], scale, item.kind);
   }
   if (cut.numel == 1) {
     pack_units<To, From, 1>(to, from, item.kind, cut, first_unit, thread,

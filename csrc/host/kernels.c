@@ -44,14 +44,34 @@ static void scale_all(const fsdp_host_lanes *lanes, stretch all, double scale) {
   }
 }
 
-/* to += scale * from, computed in fp64 if either is fp64, else in fp32. */
+/* What both are computed in: fp64 if either is fp64, else fp32. */
+static fsdp_host_float wide_of(const stretch *all) {
+  return all->to_index == FSDP_HOST_F64 || all->from_index == FSDP_HOST_F64
+             ? FSDP_HOST_F64
+             : FSDP_HOST_F32;
+}
+
+/* The same, but the product is converted. There is a difference where the
+ * destination is narrower. */
+static void scale_first(const fsdp_host_lanes *lanes, stretch all,
+                        double scale) {
+  double product[FSDP_HOST_BLOCK_NUMEL]; /* or as many of fp32 */
+  const fsdp_host_float wide = wide_of(&all);
+  while (all.numel > 0) {
+    const stretch block = take_block(&all);
+    fsdp_host_priv_convert(lanes, product, wide, block.from, block.from_index,
+                           block.numel);
+    lanes->scale[wide][wide](product, product, block.numel, scale);
+    fsdp_host_priv_convert(lanes, block.to, block.to_index, product, wide,
+                           block.numel);
+  }
+}
+
+/* to += scale * from. */
 static void add_all(const fsdp_host_lanes *lanes, stretch all, double scale) {
   double sum[FSDP_HOST_BLOCK_NUMEL]; /* or as many of fp32 */
   double term[FSDP_HOST_BLOCK_NUMEL];
-  const fsdp_host_float wide =
-      all.to_index == FSDP_HOST_F64 || all.from_index == FSDP_HOST_F64
-          ? FSDP_HOST_F64
-          : FSDP_HOST_F32;
+  const fsdp_host_float wide = wide_of(&all);
   fsdp_host_scale_loop *loop = lanes->add[all.to_index][all.from_index];
   if (loop != NULL) {
     loop(all.to, all.from, all.numel, scale);
@@ -100,6 +120,8 @@ static void apply_item(const fsdp_host_lanes *lanes, const fsdp_pack_item *item,
                              all.from_index, all.numel);
     } else if (item->add) {
       add_all(lanes, all, scale);
+    } else if (item->scales_first && wide_of(&all) != all.to_index) {
+      scale_first(lanes, all, scale);
     } else {
       scale_all(lanes, all, scale);
     }

@@ -33,9 +33,11 @@ extern "C" {
 /* item.to = scale * item.from, or += with item.add; device.h describes an item.
  * With another dtype and without `add`, the source is cast first and then
  * scaled, as FSDP1 does with gradients before it reduces them: a value that
- * overflows fp16 is infinite whatever the scale. Floating dtypes, or any one
- * dtype with scale 1 and no `add`. Source and destination are disjoint, or the
- * same memory and dtype. */
+ * overflows fp16 is infinite whatever the scale. With item.scales_first it is
+ * scaled first, in the dtype that a sum has, as both of torch's classes do with
+ * gradients after it: a sum that overflows fp16 has a mean. Floating dtypes, or
+ * any one dtype with scale 1 and no `add`. Source and destination are disjoint,
+ * or the same memory and dtype. */
 FSDP_NODISCARD fsdp_status fsdp_host_pack(const fsdp_pack_item *items,
                                           int64_t num_items, double scale,
                                           fsdp_error *error);

@@ -184,7 +184,8 @@ static fsdp_status sum_piece(fsdp_shm *shm, const fsdp_parts *own,
       .from_dtype = dtype,
       .from = sum,
       .numel = numel,
-      .add = place->adds};
+      .add = place->adds,
+      .scales_first = true};
   FSDP_TRY(fsdp_host_pack(&item, 1, place->scale, error));
 done:
   return status;

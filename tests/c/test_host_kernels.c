@@ -183,7 +183,7 @@ TEST(test_rounding_to_halves) {
   }
 }
 
-typedef enum operation { CAST, SCALE, ADD } operation;
+typedef enum operation { CAST, SCALE, SCALE_FIRST, ADD } operation;
 
 /* The product and the sum are each rounded to the dtype of the arithmetic;
  * fp64 holds both of fp32 exactly, or rounds them as fp32 would. */
@@ -203,7 +203,9 @@ static double expected_of(operation what, int to, int from, double old,
     default: {
       const double factor =
           wide == FSDP_HOST_F64 ? scale : (double)(float)scale;
-      return round_to(to, round_to(wide, old + round_to(wide, factor * value)));
+      const double product = round_to(wide, factor * value);
+      if (what == SCALE_FIRST) return round_to(to, product);
+      return round_to(to, round_to(wide, old + product));
     }
   }
 }
@@ -265,12 +267,11 @@ TEST(test_loops) {
 
 /* All pairs, those through blocks too, and the same memory on both sides. */
 static void check_accumulate(int to, int from, int64_t numel, double scale,
-                             bool add, bool is_same, uint64_t *seed) {
+                             operation what, bool is_same, uint64_t *seed) {
   static double old[MAX_NUMEL];
   static double values[MAX_NUMEL];
   bordered target = bordered_new(to, numel, check_random(seed, 9));
   bordered source = bordered_new(from, numel, check_random(seed, 9));
-  const operation what = add ? ADD : scale == 1 ? CAST : SCALE;
   int64_t num_wrong = 0;
   fill(target.data, to, numel, true, seed);
   fill(source.data, from, numel, true, seed);
@@ -284,7 +285,8 @@ static void check_accumulate(int to, int from, int64_t numel, double scale,
                                .from_dtype = dtypes[from],
                                .from = data,
                                .numel = numel,
-                               .add = add};
+                               .add = what == ADD,
+                               .scales_first = what == SCALE_FIRST};
   CHECK_OK(fsdp_host_pack(&item, 1, scale, NULL));
   for (int64_t i = 0; i < numel; i++) {
     const double expected =
@@ -292,8 +294,8 @@ static void check_accumulate(int to, int from, int64_t numel, double scale,
     num_wrong += !same(read_at(target.data, to, i), expected);
   }
   if (!CHECK_I64(num_wrong, 0)) {
-    printf("  to %d from %d numel %" PRId64 " scale %g add %d same %d\n", to,
-           from, numel, scale, add, is_same);
+    printf("  operation %d to %d from %d numel %" PRId64 " scale %g same %d\n",
+           (int)what, to, from, numel, scale, is_same);
   }
   CHECK(bordered_free(&target));
   CHECK(bordered_free(&source));
@@ -305,11 +307,12 @@ TEST(test_accumulate) {
   for (int to = 0; to < NUM_FLOATS; to++) {
     for (int from = 0; from < NUM_FLOATS; from++) {
       for (int j = 0; j < NUM_NUMELS; j++) {
-        for (int k = 0; k < 6; k++) {
-          check_accumulate(to, from, numels[j], scales[k / 2], k % 2 == 1,
-                           false, &seed);
+        for (int k = 0; k < 9; k++) {
+          const operation what = (operation)(SCALE + k % 3);
+          check_accumulate(to, from, numels[j], scales[k / 3], what, false,
+                           &seed);
           if (to != from) continue;
-          check_accumulate(to, from, numels[j], scales[k / 2], k % 2 == 1, true,
+          check_accumulate(to, from, numels[j], scales[k / 3], what, true,
                            &seed);
         }
       }
@@ -325,16 +328,16 @@ TEST(test_pack) {
   const fsdp_dtype bf16 = dtypes[FSDP_HOST_BF16];
   uint16_t other[3] = {9, 9, 9};
   const fsdp_pack_item items[] = {
-      {destination, f32, f32, a, 2, false, false},
-      {destination + 2, f32, f32, NULL, 2, false, false},
-      {destination + 4, f32, bf16, b, 2, true, false},
+      {destination, f32, f32, a, 2, false, false, false},
+      {destination + 2, f32, f32, NULL, 2, false, false, false},
+      {destination + 4, f32, bf16, b, 2, true, false, false},
       /* As usual: no data writes zeros; */
-      {destination + 6, f32, f32, NULL, 1, true, false},
-      {destination + 8, f32, f32, a, 0, false, false},
+      {destination + 6, f32, f32, NULL, 1, true, false, false},
+      {destination + 8, f32, f32, a, 0, false, false, false},
       /* or ones, which are not scaled. */
-      {destination + 9, f32, f32, NULL, 2, false, true},
+      {destination + 9, f32, f32, NULL, 2, false, true, false},
       /* Elsewhere, in another dtype. */
-      {other, bf16, f32, a, 2, false, false},
+      {other, bf16, f32, a, 2, false, false, false},
   };
   static const float expected[12] = {1, 2, 0, 0, 9.5F, 10, 0, 9, 9, 1, 1, 9};
   CHECK_OK(fsdp_host_pack(items, 7, 0.5, NULL));
@@ -350,32 +353,33 @@ TEST(test_refused_items_write_nothing) {
     fsdp_pack_item item;
     const char *message;
   } cases[] = {
-      {{target + 1, f32, int_dtype, integers, 1, false, false},
+      {{target + 1, f32, int_dtype, integers, 1, false, false, false},
        "pack: no host kernel from dtype 3 to dtype 6 (scale 1), use fp16, "
        "bf16, fp32 or fp64, or torch's own"},
-      {{integers, int_dtype, int_dtype, integers, 1, true, false},
+      {{integers, int_dtype, int_dtype, integers, 1, true, false, false},
        "pack: no host kernel from dtype 3 to dtype 3 (scale 1, adding), use "
        "fp16, bf16, fp32 or fp64, or torch's own"},
-      {{integers, int_dtype, int_dtype, NULL, 1, false, true},
+      {{integers, int_dtype, int_dtype, NULL, 1, false, true, false},
        "pack: no host kernel from dtype 3 to dtype 3 (scale 1), use fp16, "
        "bf16, fp32 or fp64, or torch's own"},
-      {{target, f32, f32, target, -1, false, false},
+      {{target, f32, f32, target, -1, false, false, false},
        "pack: numel -1, it must be >= 0"},
-      {{NULL, f32, f32, target, 1, false, false},
+      {{NULL, f32, f32, target, 1, false, false, false},
        "pack: the destination of 1 elements is NULL"},
   };
   fsdp_error error;
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
     const fsdp_pack_item items[] = {
-        {target, f32, f32, target + 1, 1, false, false}, cases[i].item};
+        {target, f32, f32, target + 1, 1, false, false, false}, cases[i].item};
     CHECK_FAILS(fsdp_host_pack(items, 2, 1.0, &error), FSDP_INVALID_ARGUMENT,
                 error.message, cases[i].message);
     CHECK(target[0] == 5 && target[1] == 6 && integers[0] == 5);
   }
   /* Integers are copied, to themselves too. */
   const fsdp_pack_item copies[] = {
-      {integers + 1, int_dtype, int_dtype, integers + 1, 1, false, false},
-      {integers, int_dtype, int_dtype, integers + 1, 1, false, false}};
+      {integers + 1, int_dtype, int_dtype, integers + 1, 1, false, false,
+       false},
+      {integers, int_dtype, int_dtype, integers + 1, 1, false, false, false}};
   CHECK_OK(fsdp_host_pack(copies, 2, 1, NULL));
   CHECK(integers[0] == 6 && integers[1] == 6);
 }

@@ -56,7 +56,7 @@ void fill(void *data, fsdp_dtype dtype, int64_t numel) {
     value = static_cast<double>(random_below(1 << 20) - (1 << 19)) / 65536;
   }
   const fsdp_pack_item item = {data,  dtype, kDtypes[3], values.data(),
-                               numel, false, false};
+                               numel, false, false,      false};
   expect(fsdp_host_pack(&item, 1, 1.0, nullptr) == FSDP_OK, "fill");
 }
 
@@ -101,6 +101,7 @@ void check_pack(int64_t num_items, int64_t least_numel, int64_t most_numel) {
     item.numel = least_numel + random_below(most_numel - least_numel);
     item.add = random_below(2) == 0;
     item.is_one = random_below(2) == 0;
+    item.scales_first = random_below(2) == 0;
     sources.emplace_back(item.numel * item.from_dtype.itemsize + 16);
     if (random_below(5) != 0) {
       char *from =
@@ -138,7 +139,8 @@ void check_pack(int64_t num_items, int64_t least_numel, int64_t most_numel) {
 
 // One source into one place, every pair, alignment and numel.
 void check_accumulate(fsdp_dtype to, fsdp_dtype from, int64_t numel,
-                      int64_t to_shift, int64_t from_shift, bool add) {
+                      int64_t to_shift, int64_t from_shift, bool add,
+                      bool scales_first) {
   Memory source(numel * from.itemsize + 32);
   Memory actual(numel * to.itemsize + 64);
   Memory expected(numel * to.itemsize + 64);
@@ -148,6 +150,7 @@ void check_accumulate(fsdp_dtype to, fsdp_dtype from, int64_t numel,
   item.from = source.at(from_shift * from.itemsize);
   item.numel = numel;
   item.add = add;
+  item.scales_first = scales_first;
   fill(source.at(from_shift * from.itemsize), from, numel);
   fill(expected.at(0), to, numel + 4);
   std::memcpy(actual.at(0), expected.at(0),
@@ -238,7 +241,7 @@ double plain_norm(const std::vector<fsdp_host_span> &spans, double power) {
     std::vector<double> values(static_cast<size_t>(span.numel));
     const fsdp_pack_item item = {values.data(), kDtypes[3], span.dtype,
                                  span.data,     span.numel, false,
-                                 false};
+                                 false,         false};
     expect(fsdp_host_pack(&item, 1, 1.0, nullptr) == FSDP_OK,
            "values of a norm");
     for (const double value : values) {
@@ -281,6 +284,7 @@ void check_norm_and_scale(int64_t num_spans, int64_t most_numel) {
                                  expected.back().data(),
                                  span.numel,
                                  false,
+                                 false,
                                  false};
     expect(
         fsdp_host_pack(&item, 1, static_cast<double>(0.3F), nullptr) == FSDP_OK,
@@ -313,18 +317,18 @@ void check_refusals() {
   fsdp_error error = {};
   const fsdp_dtype f32 = kDtypes[2];
   const fsdp_pack_item items[] = {
-      {&value, f32, f32, &value, 1, false, false},
-      {&value, f32, int_dtype, &value, 1, false, false}};
+      {&value, f32, f32, &value, 1, false, false, false},
+      {&value, f32, int_dtype, &value, 1, false, false, false}};
   expect(fsdp_cuda::check_pack(items, 2, &error) == FSDP_INVALID_ARGUMENT &&
              std::strstr(error.message,
                          "CUDA pack: item 1 has 1 elements of dtype 3 for "
                          "0x") == error.message,
          "a pack of integers is refused");
   const fsdp_pack_item refused[] = {
-      {&value, int_dtype, f32, &value, 1, false, false},
-      {&value, int_dtype, f32, nullptr, 1, false, false},
-      {&value, f32, f32, &value, -1, false, false},
-      {nullptr, f32, f32, &value, 1, false, false}};
+      {&value, int_dtype, f32, &value, 1, false, false, false},
+      {&value, int_dtype, f32, nullptr, 1, false, false, false},
+      {&value, f32, f32, &value, -1, false, false, false},
+      {nullptr, f32, f32, &value, 1, false, false, false}};
   for (const fsdp_pack_item &item : refused) {
     expect(fsdp_cuda::check_pack(&item, 1, nullptr) == FSDP_INVALID_ARGUMENT,
            "an item is refused");
@@ -333,8 +337,8 @@ void check_refusals() {
   expect(fsdp_cuda::check_spans(&span, 1, "norm", nullptr) ==
              FSDP_INVALID_ARGUMENT,
          "a negative numel is refused");
-  const fsdp_pack_item huge = {&value,           f32,   f32,  &value,
-                               INT64_C(1) << 50, false, false};
+  const fsdp_pack_item huge = {&value,           f32,   f32,   &value,
+                               INT64_C(1) << 50, false, false, false};
   const fsdp_status status = fsdp_cuda::for_tables(
       1, [&](int64_t) { return huge.numel; },
       [&](int64_t, int64_t *num_tiles) {
@@ -351,8 +355,10 @@ int main() {
     for (const fsdp_dtype from : kDtypes) {
       for (const int64_t numel : kNumels) {
         for (int shifts = 0; shifts < 9; shifts++) {
-          check_accumulate(to, from, numel, shifts % 3, shifts / 3, false);
-          check_accumulate(to, from, numel, shifts % 3, shifts / 3, true);
+          for (int how = 0; how < 3; how++) {
+            check_accumulate(to, from, numel, shifts % 3, shifts / 3, how == 1,
+                             how == 2);
+          }
         }
       }
     }

@@ -40,6 +40,7 @@ class PackItem(ctypes.Structure):
         ("numel", ctypes.c_int64),
         ("add", ctypes.c_bool),
         ("is_one", ctypes.c_bool),
+        ("scales_first", ctypes.c_bool),
     )
 
 
@@ -99,6 +100,7 @@ def items_of(
         dtype = Dtype(6, 4) if source is None else dtype_of(source)
         items[i] = PackItem(to.data_ptr(), dtype_of(to), dtype, data, to.numel())
         items[i].add = adds[i]
+        items[i].scales_first = i % 3 == 1
     return items
 
 

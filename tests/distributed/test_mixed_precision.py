@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 from fsdp_c import fully_shard
 from helpers.distributed import distributed, varied
+from helpers.groups import kept_mesh
 from helpers.impl import FSDP, MixedPrecision, fsdp
 from helpers.models import Block
 from helpers.reference import Differential, assert_same, with_model
@@ -170,6 +172,43 @@ def test_what_is_cast() -> None:
         "extra": torch.bfloat16,
     }
     assert out.dtype == torch.bfloat16
+
+
+@varied(how=["FULL_SHARD", "NO_SHARD", "partial", "fully_shard", "replicated"])
+@distributed(world_size=3)
+def test_mean_of_a_sum_in_a_wider_dtype(rank: int, how: str) -> None:
+    """Sums are divided in reduce_dtype, then rounded once to the parameters' dtype."""
+    grads = {
+        torch.float16: (30000.0, 30000.0, 30000.0),  # whose sum is infinite in fp16
+        torch.bfloat16: (0.00128936767578125, 0.00531005859375, 0.005157470703125),
+    }
+    for dtype, numbers in grads.items():
+        module = nn.Linear(4, 3, bias=False, dtype=dtype)
+        wide = torch.float32
+        if how in ("fully_shard", "replicated"):
+            shape = (3, 1) if how == "replicated" else (1, 3)
+            fully_shard(
+                module,
+                mesh=kept_mesh(shape, ("replicate", "shard")),
+                mp_policy=MixedPrecisionPolicy(reduce_dtype=wide),
+            )
+            model: Any = module
+        else:
+            model = fsdp(
+                module,
+                strategy="FULL_SHARD" if how == "partial" else how,
+                mixed_precision=MixedPrecision(reduce_dtype=wide),
+                use_orig_params=True,
+            )
+        if how == "partial":
+            with model.no_sync(sharded=True):
+                model(torch.zeros(1, 4, dtype=dtype)).sum().backward()
+        model(torch.full((1, 4), numbers[rank], dtype=dtype)).sum().backward()
+        mean = (torch.tensor(numbers).sum() / 3).to(dtype)
+        for param in model.parameters():
+            grad = param.grad.to_local() if isinstance(param, DTensor) else param.grad
+            assert grad.dtype == dtype
+            assert torch.equal(grad, mean.expand_as(grad)), f"{dtype}: {grad}, {mean}"
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])

@@ -250,7 +250,8 @@ static fsdp_status add_partial_to_grads(fsdp_unit *unit, fsdp_error *error) {
                          .from_dtype = segment->options.reduce_dtype,
                          .from = unit->partial_data[i],
                          .numel = segment->layout->shard_numel,
-                         .add = fsdp_unit_priv_adds_to_grads(unit)};
+                         .add = fsdp_unit_priv_adds_to_grads(unit),
+                         .scales_first = true};
   }
   FSDP_TRY(fsdp_unit_priv_accumulate_items(unit, FSDP_LANE_COMPUTE, num_items,
                                            fsdp_unit_priv_mean_scale(unit),

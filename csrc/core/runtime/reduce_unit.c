@@ -317,7 +317,8 @@ static fsdp_status accumulate_segments(fsdp_unit *unit, fsdp_lane lane,
                          .from_dtype = segment->options.reduce_dtype,
                          .from = own_slot(unit, i),
                          .numel = segment->layout->shard_numel,
-                         .add = adds};
+                         .add = adds,
+                         .scales_first = true};
   }
   FSDP_TRY(
       fsdp_unit_priv_accumulate_items(unit, lane, num_items, scale, error));

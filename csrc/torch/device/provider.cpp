@@ -300,7 +300,7 @@ bool pack_on_host(const fsdp_pack_item &item, double scale) {
 
 // destination = scale * source (+ destination), for any dtypes and device.
 void scale_tensor(const at::Tensor &destination, const at::Tensor &source,
-                  double scale, bool add) {
+                  double scale, bool add, bool scales_first) {
   at::Tensor target = destination;
   if (add) {
     target.add_(source, scale);
@@ -308,6 +308,8 @@ void scale_tensor(const at::Tensor &destination, const at::Tensor &source,
     target.copy_(source, /*non_blocking=*/true);
   } else if (source.scalar_type() == target.scalar_type()) {
     at::mul_out(target, source, at::scalar_tensor(scale, at::kDouble));
+  } else if (scales_first) {
+    target.copy_(at::mul(source, scale), /*non_blocking=*/true);
   } else {
     target.copy_(source, /*non_blocking=*/true);
     target.mul_(scale);
@@ -328,7 +330,7 @@ void pack_item(const Provider &provider, const fsdp_pack_item &item,
   scale_tensor(
       view,
       provider.view(const_cast<void *>(item.from), item.numel, item.from_dtype),
-      scale, item.add);
+      scale, item.add, item.scales_first);
 }
 
 void pack_items(const Provider &provider, const fsdp_pack_item *items,
