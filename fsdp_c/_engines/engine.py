@@ -83,6 +83,7 @@ def ensure_engine(module: nn.Module) -> _native.Engine:
 
 def _make_engine(module: nn.Module) -> None:
     owners = owners_in(module)
+    next(iter(owners)).settle_ties(owners)
     units = [owner.prepare_unit(name) for owner, name in owners.items()]
     for owner in owners:
         adopt_in_backward_optimizers(owner)

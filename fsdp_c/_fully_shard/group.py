@@ -9,7 +9,7 @@ next use makes another.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +23,7 @@ from fsdp_c._fully_shard.arguments import Arguments
 from fsdp_c._fully_shard.comms import Comms
 from fsdp_c._fully_shard.several import Runs
 from fsdp_c._fully_shard.sharded_params import Place, ShardedParams
+from fsdp_c._fully_shard.ties import settle_ties
 from fsdp_c._units.cuts import Cut
 from fsdp_c._units.owner import Owner, UnitFacts, owners_in, owners_of
 
@@ -96,7 +97,7 @@ class Group(Owner):
         self.before_run: Callable[[nn.Module, Any], object] | None = None
         self._running = self._follower = None
         self._requested = ""  # the unit's state before a new engine, if unshard()ed
-        self._prepare_for_state_dicts()
+        self._prepare_for_state_dicts(place.module for place in places)
 
     # The unit --------------------------------------------------------------
 
@@ -104,6 +105,10 @@ class Group(Owner):
     def made_unit(self) -> _native.Unit | None:
         """The unit; None until the first use, and after a conversion."""
         return self.unit
+
+    def settle_ties(self, owners: Iterable[Owner]) -> None:
+        """Give each parameter that was tied over several calls to one group."""
+        settle_ties(owner for owner in owners if isinstance(owner, Group))
 
     def prepare_unit(self, name: str) -> _native.Unit:
         """Return the unit, made if there is none, and resharded.
@@ -226,6 +231,13 @@ class Group(Owner):
             for params, name, param in taken if is_left else ():
                 params[name] = param
 
+    def take(
+        self, param: nn.Parameter, cut: Cut, uses: Sequence[tuple[nn.Module, str, str]]
+    ) -> None:
+        """Take a parameter of other groups; ``uses`` as in ShardedParams.take()."""
+        self.params.take(param, cut, uses)
+        self._prepare_for_state_dicts(module for module, _, _ in uses)
+
     def label(self, name: str) -> str:
         """Return the unit's name; ``name`` is its module's, which may have several."""
         if self.apart:
@@ -326,7 +338,7 @@ class Group(Owner):
             assert self.unit is not None
             self.unit.reshard()
 
-    def _prepare_for_state_dicts(self) -> None:
+    def _prepare_for_state_dicts(self, modules: Iterable[nn.Module]) -> None:
         owner = weakref.ref(self)
 
         def reshard(*_: Any) -> None:
@@ -348,7 +360,7 @@ class Group(Owner):
             if group is not None and group.is_in_step:
                 group.params.put_into(state_dict, prefix, module)
 
-        for module in dict.fromkeys(place.module for place in self.params.places):
+        for module in dict.fromkeys(modules):
             add: Any = module.register_state_dict_pre_hook
             add(reshard)
             add = module._register_state_dict_hook

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp_c._fully_shard.group import Group, groups_in
 from fsdp_c._fully_shard.rows import part_of
+from fsdp_c._fully_shard.ties import settle_ties
 from fsdp_c._native import Placement
 from fsdp_c._state.parts import Home, ParamPart, Spread, find_parts, whole_part
 from fsdp_c._units.base import ShardedModule, sharded_modules
@@ -145,7 +146,9 @@ def parts_in(model: nn.Module) -> dict[str, ParamPart]:
 
 def _row_parts(model: nn.Module, groups: Mapping[Group, str]) -> dict[str, ParamPart]:
     where: dict[tuple[nn.Module, str], tuple[Group, int]] = {}
+    settle_ties(groups)
     for group, name in groups.items():
+        group.params.current()
         group.params.check_memory(f"{name}." if name else "")
         for place in group.params.places:
             where[place.module, place.name] = group, place.param

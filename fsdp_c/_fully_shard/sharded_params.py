@@ -7,7 +7,7 @@ registers the others, from the lists that :meth:`ShardedParams.bind` gives it.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -56,6 +56,7 @@ class ShardedParams:
     """The parameters of one group.
 
     Attributes:
+        owner: The class of their module, for errors.
         places: Where the modules have them.
         sharded: The sharded parameters, as last seen; see :meth:`current`.
         cuts: How each is cut.
@@ -70,8 +71,8 @@ class ShardedParams:
         sharded: Sequence[nn.Parameter],
         cuts: Sequence[Cut],
     ) -> None:
-        """Take what fully_shard() made; ``owner`` is the module's class, for errors."""
-        self._owner = owner
+        """Take what fully_shard() made."""
+        self.owner = owner
         self._arguments = arguments
         self.places = tuple(places)
         self.sharded = list(sharded)
@@ -135,24 +136,8 @@ class ShardedParams:
             param = place.module._parameters.get(place.name)
             self._check_replacement(place, param)
             assert isinstance(param, nn.Parameter)
-            if param is not self.sharded[place.param]:
-                self._check_home(place, param)
             self.sharded[place.param] = param
         self._merge_tied()
-
-    def _check_home(self, place: Place, param: nn.Parameter) -> None:
-        for home in _living:
-            if home is not self and any(
-                param is home.sharded[each.param]
-                and each.module._parameters.get(each.name) is param
-                for each in home.places
-            ):
-                raise ValueError(
-                    f"parameter {place.fqn!r} of {self._owner} was tied to one of "
-                    "another call of fully_shard: tie them before, and pass the "
-                    "modules that share it in one list, or call fully_shard only on a "
-                    "module that contains both"
-                )
 
     def _merge_tied(self) -> None:
         """Keep once what was tied after fully_shard(): a parameter of two places."""
@@ -161,14 +146,40 @@ class ShardedParams:
             first.setdefault(param, index)
         if len(first) == len(self.sharded):
             return
-        number = {param: index for index, param in enumerate(first)}
         self.places = tuple(
-            place._replace(param=number[self.sharded[place.param]])
+            place._replace(param=first[self.sharded[place.param]])
             for place in self.places
         )
-        self._made = [self._made[index] for index in first.values()]
-        self.cuts = tuple(self.cuts[index] for index in first.values())
-        self.sharded = list(first)
+        self._keep(first.values())
+
+    def _keep(self, indices: Iterable[int]) -> None:
+        """Keep the parameters at ``indices``, which are those that places have."""
+        kept = list(indices)
+        number = {index: new for new, index in enumerate(kept)}
+        self.places = tuple(
+            place._replace(param=number[place.param]) for place in self.places
+        )
+        self._made = [self._made[index] for index in kept]
+        self.cuts = tuple(self.cuts[index] for index in kept)
+        self.sharded = [self.sharded[index] for index in kept]
+
+    def leave(self, places: Collection[Place]) -> None:
+        """Leave ``places`` to another group, before there is a unit."""
+        self.places = tuple(each for each in self.places if each not in places)
+        self._keep(sorted({place.param for place in self.places}))
+
+    def take(
+        self, param: nn.Parameter, cut: Cut, uses: Iterable[tuple[nn.Module, str, str]]
+    ) -> None:
+        """Take a parameter of other groups, before there is a unit.
+
+        ``uses`` are the module, the name there, and from the module that was passed.
+        """
+        new = (Place(*use, len(self.sharded)) for use in uses)
+        self.places = (*self.places, *new)
+        self.sharded.append(param)
+        self._made.append(_identity_of(param))
+        self.cuts = (*self.cuts, cut)
 
     def _check_replacement(self, place: Place, param: Any) -> None:
         old = self.sharded[place.param]
@@ -179,9 +190,9 @@ class ShardedParams:
             and param.placements == self.cuts[place.param].placements
         ):
             return
-        check_is_parameter(param, f"parameter {place.fqn!r} of {self._owner}")
+        check_is_parameter(param, f"parameter {place.fqn!r} of {self.owner}")
         raise RuntimeError(
-            f"parameter {place.fqn!r} of {self._owner} is no longer "
+            f"parameter {place.fqn!r} of {self.owner} is no longer "
             f"the DTensor of shape {tuple(old.shape)} that fully_shard() registered: "
             "replace it by one with the same placements, or copy values into it"
         )
@@ -355,10 +366,11 @@ class ShardedParams:
                 continue
             self._check_replacement(place, param)
             assert isinstance(param, nn.Parameter)
-            if any(param is each for each in self.sharded):
+            tied_to = sharded_names().get(param)
+            if tied_to is not None:
                 raise ValueError(
-                    f"parameter {place.fqn!r} of {self._owner} was tied to another one "
-                    "of its group: tie parameters before the first forward"
+                    f"parameter {place.fqn!r} of {self.owner} was tied to {tied_to!r}, "
+                    "which is sharded, too: tie parameters before the first forward"
                 )
             new[place.param] = param
         for index, param in new.items():

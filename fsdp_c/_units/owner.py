@@ -4,7 +4,7 @@ A wrapped module owns its unit; of ``fully_shard()`` a group of modules does.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -92,6 +92,12 @@ class Owner:
     def stepped_params(self) -> Sequence[nn.Parameter]:
         """Return the parameters that an optimizer steps, registered from now on."""
         raise NotImplementedError
+
+    def settle_ties(self, owners: "Iterable[Owner]") -> None:
+        """Of the root, before units are made: settle what was tied since, if need be.
+
+        Each parameter is to be one owner's; ``owners`` are all, parents first.
+        """
 
     def prepare_unit(self, name: str) -> _native.Unit:
         """Return the unit for a new engine, made if need be; ``name`` as there."""

@@ -280,14 +280,3 @@ def test_tied_after_a_forward_is_refused() -> None:
     _tie(model)
     with pytest.raises(ValueError, match=r"'1\.weight' of Sequential was tied"):
         model(batch())
-
-
-@pytest.mark.parametrize("inner", [0, 1])
-@distributed(world_size=2)
-def test_tied_across_groups_is_refused(inner: int) -> None:
-    """Whichever of both has the other one's parameter."""
-    model: Any = nn.Sequential(*(nn.Linear(DIM, DIM, bias=False) for _ in range(2)))
-    fully_shard(model[inner])
-    _tie(fully_shard(model.double()))
-    with pytest.raises(ValueError, match="was tied to one of another call"):
-        model(batch())
