@@ -102,14 +102,9 @@ def _chunks(header: bytes, items: Sequence[FileItem]) -> Iterator[Chunk]:
 @contextmanager
 def new_file(path: str) -> Iterator[int]:
     """Yield the descriptor of a new file; sync and close it at the end."""
-    descriptor = os.open(
-        path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666
-    )
-    try:
-        yield descriptor
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with open(path, "xb", buffering=0) as file:
+        yield file.fileno()
+        os.fsync(file.fileno())
 
 
 def write_all(
@@ -181,13 +176,20 @@ def write_document(path: str, data: bytes) -> None:
         _write_batch(descriptor, [memoryview(data)])
 
 
-def sync_folder(path: str) -> None:
-    """Make the names in a folder durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+@contextmanager
+def _open_folder(path: str) -> Iterator[int]:
+    """Yield a descriptor of a folder."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(descriptor)
+        yield descriptor
     finally:
         os.close(descriptor)
+
+
+def sync_folder(path: str) -> None:
+    """Make the names in a folder durable."""
+    with _open_folder(path) as descriptor:
+        os.fsync(descriptor)
 
 
 def rename_durably(old: str, new: str) -> None:
@@ -195,14 +197,9 @@ def rename_durably(old: str, new: str) -> None:
 
     Whoever sees the new name may move the folder at once.
     """
-    descriptor = os.open(
-        os.path.dirname(new), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-    )
-    try:
+    with _open_folder(os.path.dirname(new)) as descriptor:
         os.rename(old, new)
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # Read -----------------------------------------------------------------------
@@ -219,10 +216,10 @@ class Folder:
 
     def __init__(self, path: str, follows_links: bool = False) -> None:
         self.path = path
-        self._flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+        self._flags = os.O_RDONLY | os.O_NONBLOCK
         if not follows_links:
             self._flags |= os.O_NOFOLLOW
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
 
     def close(self) -> None:
         """Close it."""

@@ -153,7 +153,7 @@ def swap_names(one: str, other: str) -> bool:
 
 def _take_lock(path: str) -> int | None:
     """Return the descriptor of a locked file; None if another process has it."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
