@@ -29,8 +29,6 @@ from pathlib import Path
 from fsdp_c.checkpoint._files import sync_folder
 from fsdp_c.checkpoint._manifest import MANIFEST
 
-_SAVING = ".{name}.saving-{save_id}"
-_REPLACED = ".{name}.replaced-{save_id}"
 _LOCK = ".lock"
 _TEMPORARY = re.compile(r"\.(.+)\.(saving|replaced)-([0-9a-f]{32})(\.lock)?")
 OURS = re.compile(
@@ -65,7 +63,7 @@ class TemporaryFolder:
         self.path = os.path.abspath(path)
         self.save_id = uuid.uuid4().hex
         parent, name = os.path.split(self.path)
-        base = os.path.join(parent, _SAVING.format(name=name, save_id=self.save_id))
+        base = _beside(self.path, "saving", self.save_id)
         if len(os.path.basename(base).encode()) + len(_LOCK) > _NAME_MAX_NBYTES:
             raise ValueError(f"the name {name!r:.60} is too long for a checkpoint")
         os.makedirs(parent, exist_ok=True)
@@ -89,10 +87,7 @@ class TemporaryFolder:
         if not os.path.isdir(self.path) or not os.listdir(self.path):
             os.rename(self.folder, self.path)
         elif not swap_names(self.folder, self.path):
-            name = os.path.basename(self.path)
-            aside = os.path.join(
-                parent, _REPLACED.format(name=name, save_id=self.save_id)
-            )
+            aside = _beside(self.path, "replaced", self.save_id)
             os.rename(self.path, aside)
             os.rename(self.folder, self.path)
             sync_folder(parent)
@@ -108,6 +103,12 @@ class TemporaryFolder:
         os.unlink(self.folder + _LOCK)
         os.close(self._lock)
         self._lock = None
+
+
+def _beside(path: str, kind: str, save_id: str) -> str:
+    """Return the temporary name of a save to ``path``: "saving" or "replaced"."""
+    parent, name = os.path.split(path)
+    return os.path.join(parent, f".{name}.{kind}-{save_id}")
 
 
 def check_target(path: str, *, overwrite: bool) -> None:
@@ -177,7 +178,8 @@ def clean_up(parent: str) -> None:
         if match is not None:
             found.setdefault((match[1], match[3]), set()).add(match[2])
     for (name, save_id), kinds in found.items():
-        base = os.path.join(parent, _SAVING.format(name=name, save_id=save_id))
+        target = os.path.join(parent, name)
+        base = _beside(target, "saving", save_id)
         try:
             lock = _take_lock(base + _LOCK)
         except OSError:
@@ -186,10 +188,7 @@ def clean_up(parent: str) -> None:
             continue
         try:
             if "replaced" in kinds:
-                aside = os.path.join(
-                    parent, _REPLACED.format(name=name, save_id=save_id)
-                )
-                target = os.path.join(parent, name)
+                aside = _beside(target, "replaced", save_id)
                 if os.path.lexists(target):
                     shutil.rmtree(aside, ignore_errors=True)
                 else:
@@ -210,16 +209,12 @@ def resolve(path: str | os.PathLike[str]) -> str:
     if os.path.lexists(absolute):
         return given
     parent, name = os.path.split(absolute)
-    prefix = _REPLACED.format(name=name, save_id="")
-    if os.path.isdir(parent):
-        for each in sorted(os.listdir(parent)):
-            match = _TEMPORARY.fullmatch(each)
-            if (
-                match is not None
-                and each.startswith(prefix)
-                and match[1] == name
-                and not match[4]
-                and (Path(parent) / each / MANIFEST).is_file()
-            ):
-                return os.path.join(parent, each)
+    for each in sorted(os.listdir(parent)) if os.path.isdir(parent) else ():
+        match = _TEMPORARY.fullmatch(each)
+        if (
+            match is not None
+            and match.group(1, 2, 4) == (name, "replaced", None)
+            and (Path(parent) / each / MANIFEST).is_file()
+        ):
+            return os.path.join(parent, each)
     return given
