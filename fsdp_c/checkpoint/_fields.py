@@ -21,9 +21,7 @@ class Fields:
     """
 
     def __init__(self, value: Any, where: str) -> None:
-        if not isinstance(value, dict):
-            raise ValueError(f"{where} is {_show(value)}, not an object")
-        self._members = dict(value)
+        self._members = dict(json_object(value, where))
         self._where = where
 
     def __contains__(self, key: str) -> bool:
@@ -64,10 +62,9 @@ class Fields:
         """Take an object, each member read by ``item(member, where)``."""
         value = self.any(key)
         where = f"{self._where}.{key}"
-        if not isinstance(value, dict):
-            raise ValueError(f"{where} is {_show(value)}, not an object")
         return {
-            name: item(each, f"{where}[{name!r:.200}]") for name, each in value.items()
+            name: item(each, f"{where}[{name!r:.200}]")
+            for name, each in json_object(value, where).items()
         }
 
     def end(self) -> None:
@@ -94,11 +91,21 @@ def string(value: Any, where: str) -> str:
     return value
 
 
+def json_object(value: Any, where: str) -> dict[str, Any]:
+    """Return ``value`` if it is an object."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} is {_show(value)}, not an object")
+    return value
+
+
+def anything(value: Any, where: str) -> Any:
+    """Return ``value``, which another reader checks."""
+    return value
+
+
 def _show(value: Any) -> str:
-    return f"{value!r:.60}" if isinstance(value, (str, bool, float)) else _kind(value)
-
-
-def _kind(value: Any) -> str:
+    if isinstance(value, (str, bool, float)):
+        return f"{value!r:.60}"
     if isinstance(value, int) and abs(value) < 1 << 64:
         return str(value)
     return "null" if value is None else f"a {type(value).__name__}"

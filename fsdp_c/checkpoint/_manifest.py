@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 from fsdp_c.checkpoint import _documents
 from fsdp_c.checkpoint._dtypes import dtype_named
-from fsdp_c.checkpoint._fields import MAX_NUMEL, Fields, integer, string
+from fsdp_c.checkpoint._fields import MAX_NUMEL, Fields, anything, integer, string
 
 MANIFEST = "manifest.json"
 FORMAT = "fsdp_c.checkpoint"
@@ -264,7 +264,7 @@ def parse_manifest(data: bytes) -> Manifest:
             )
         ),
         wholes=tuple(top.items("wholes", partial(_record, WholeSpec))),
-        modules=top.members("modules", lambda v, _: v),
+        modules=top.members("modules", anything),
         optim=None if optim is None else _record(OptimSpec, optim, "manifest.optim"),
         scheduler=top.any("scheduler"),
         extra=top.any("extra"),
@@ -294,7 +294,7 @@ def _record(cls: type[_T], value: Any, where: str) -> _T:
         tuple[str, ...]: lambda key: tuple(members.items(key, string)),
         tuple[int, ...]: lambda key: tuple(members.items(key, integer)),
         dict[str, StateSpec]: lambda key: members.members(key, _state),
-        list[Any]: lambda key: members.items(key, lambda v, _: v),
+        list[Any]: lambda key: members.items(key, anything),
         Any: members.any,
     }
     types = {each.name: each.type for each in fields(cast("Any", cls))}

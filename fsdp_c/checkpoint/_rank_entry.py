@@ -1,12 +1,13 @@
 """A rank's entry: which tensors are where in the file that this rank wrote."""
 
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from fsdp_c.checkpoint import _documents
 from fsdp_c.checkpoint._checksums import BLOCK_NBYTES, num_blocks
 from fsdp_c.checkpoint._dtypes import dtype_named
-from fsdp_c.checkpoint._fields import Fields, integer, string
+from fsdp_c.checkpoint._fields import Fields, anything, integer, json_object
 from fsdp_c.checkpoint._safetensors import FileTensor
 
 FORMAT = "fsdp_c.checkpoint.rank"
@@ -113,11 +114,8 @@ def parse_rank_entry(data: bytes, *, save_id: str, rank: int) -> RankEntry:
         rank=rank,
         nbytes=nbytes,
         checksums=[int(digits[i : i + 8], 16) for i in range(0, len(digits), 8)],
-        pieces={
-            key: _piece(key, value, nbytes)
-            for key, value in top.members("pieces", lambda v, _: v).items()
-        },
-        plain=top.members("plain", _plain_of_param),
+        pieces=top.members("pieces", partial(_piece, nbytes)),
+        plain=top.members("plain", json_object),
         special=top.members("special", _special) if "special" in top else {},
         random_states=top.any("random_states"),
         rank_extra=top.any("rank_extra"),
@@ -126,28 +124,20 @@ def parse_rank_entry(data: bytes, *, save_id: str, rank: int) -> RankEntry:
     return entry
 
 
-def _plain_of_param(value: Any, where: str) -> Any:
-    if not isinstance(value, dict):
-        raise ValueError(f"{where} is not an object")
-    for key in value:
-        string(key, where)
-    return value
-
-
 def _special(value: Any, where: str) -> dict[str, Any]:
     fields = Fields(value, where)
     record = {
         "class": fields.string("class"),
         "shape": fields.items("shape", integer),
-        "tensors": fields.members("tensors", lambda v, _: v),
-        "context": fields.items("context", lambda v, _: v),
+        "tensors": fields.members("tensors", anything),
+        "context": fields.items("context", anything),
     }
     fields.end()
     return record
 
 
-def _piece(key: str, value: Any, nbytes: int) -> Piece:
-    fields = Fields(value, f"piece {key!r:.200}")
+def _piece(nbytes: int, value: Any, where: str) -> Piece:
+    fields = Fields(value, where)
     dtype = fields.string("dtype")
     dtype_named(dtype)
     begin = fields.integer("begin")
@@ -156,7 +146,7 @@ def _piece(key: str, value: Any, nbytes: int) -> Piece:
     )
     fields.end()
     if piece.offset + piece.nbytes > nbytes:
-        raise ValueError(f"piece {key!r:.200} lies outside the file of {nbytes} bytes")
+        raise ValueError(f"{where} lies outside the file of {nbytes} bytes")
     return piece
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from fsdp_c.checkpoint import _documents
 from fsdp_c.checkpoint._dtypes import dtype_named
-from fsdp_c.checkpoint._fields import MAX_NUMEL, integer
+from fsdp_c.checkpoint._fields import MAX_NUMEL, Fields, integer
 
 _LENGTH_NBYTES = 8
 _ALIGNMENT_NBYTES = 64
@@ -92,7 +92,10 @@ def read_header(descriptor: int) -> tuple[dict[str, FileTensor], dict[str, str]]
     ):
         raise ValueError("its metadata values are not strings")
     start = _LENGTH_NBYTES + length
-    tensors = {name: _info(name, each, start) for name, each in members.items()}
+    tensors = {
+        name: _info(start, each, f"tensor {name!r:.200}")
+        for name, each in members.items()
+    }
     end = start
     for info in sorted(tensors.values(), key=lambda info: (info.begin, info.end)):
         if info.begin != end:
@@ -103,28 +106,16 @@ def read_header(descriptor: int) -> tuple[dict[str, FileTensor], dict[str, str]]
     return tensors, metadata
 
 
-def _info(name: str, value: object, start: int) -> FileTensor:
-    where = f"tensor {name!r:.200}"
-    if not isinstance(value, dict) or value.keys() != {
-        "dtype",
-        "shape",
-        "data_offsets",
-    }:
-        raise ValueError(f"{where} has no dtype, shape and data_offsets")
-    itemsize = dtype_named(value["dtype"]).itemsize
-    shape, offsets = value["shape"], value["data_offsets"]
-    if not isinstance(shape, list) or not isinstance(offsets, list):
-        raise ValueError(f"{where}: shape and data_offsets must be lists")
-    numel = math.prod(integer(each, f"{where}: shape") for each in shape)
-    places = [integer(each, f"{where}: data_offsets") for each in offsets]
-    if (
-        numel > MAX_NUMEL
-        or len(places) != 2
-        or places[1] - places[0] != numel * itemsize
-    ):
+def _info(start: int, value: object, where: str) -> FileTensor:
+    fields = Fields(value, where)
+    dtype = fields.string("dtype")
+    shape = fields.items("shape", integer)
+    places = fields.items("data_offsets", integer)
+    fields.end()
+    numel = math.prod(shape)
+    nbytes = numel * dtype_named(dtype).itemsize
+    if numel > MAX_NUMEL or len(places) != 2 or places[1] - places[0] != nbytes:
         raise ValueError(
             f"{where}: its offsets {places} are not those of shape {shape}"
         )
-    return FileTensor(
-        value["dtype"], tuple(shape), places[0] + start, places[1] + start
-    )
+    return FileTensor(dtype, tuple(shape), places[0] + start, places[1] + start)
