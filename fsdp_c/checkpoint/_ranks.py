@@ -97,10 +97,8 @@ def raise_if_any(headline: str, problems_of_rank: Sequence[Sequence[str]]) -> No
     """
     found: dict[str, list[int]] = {}
     for rank, problems in enumerate(problems_of_rank):
-        for problem in problems:
-            ranks = found.setdefault(problem, [])
-            if not ranks or ranks[-1] != rank:
-                ranks.append(rank)
+        for problem in dict.fromkeys(problems):
+            found.setdefault(problem, []).append(rank)
     if found:
         raise CheckpointError(
             headline,
