@@ -19,6 +19,22 @@ class CheckpointError(RuntimeError):
         return type(self), (self.headline, self.problems)
 
 
+def mismatches(
+    missing: Iterable[str], unexpected: Iterable[str], where: str
+) -> list[str]:
+    """Return as sentences the names that only the model, or only ``where``, has."""
+    return [
+        *(
+            f"{each!r} is missing: it is in the model, not in {where}"
+            for each in missing
+        ),
+        *(
+            f"{each!r} is unexpected: it is in {where}, not in the model"
+            for each in unexpected
+        ),
+    ]
+
+
 def reason(error: BaseException) -> str:
     """Return an exception as one sentence."""
     if isinstance(error, CheckpointError):

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from fsdp_c.checkpoint import _documents
 from fsdp_c.checkpoint._contents import find_contents
 from fsdp_c.checkpoint._dtypes import dtype_name, dtype_named
-from fsdp_c.checkpoint._errors import CheckpointError, reason
+from fsdp_c.checkpoint._errors import CheckpointError, mismatches, reason
 from fsdp_c.checkpoint._export import ALIASES, INDEX, SINGLE
 from fsdp_c.checkpoint._fields import Fields, string
 from fsdp_c.checkpoint._files import Advance, Folder
@@ -121,14 +121,7 @@ class _Importing:
             _plan_read(target, file, info, cast, problems)
         self.unexpected = [name for name in places if name not in used]
         if strict:
-            problems += [
-                f"{name!r} is missing: the model has it, the files have not"
-                for name in self.missing
-            ]
-            problems += [
-                f"{name!r} is unexpected: the files have it, the model does not"
-                for name in self.unexpected
-            ]
+            problems += mismatches(self.missing, self.unexpected, "the files")
         return problems
 
     def _find_tensors(

@@ -13,7 +13,7 @@ from fsdp_c._fully_shard.group import groups_in
 from fsdp_c._units.base import ShardedModule
 from fsdp_c._units.device import synchronize, wait_for_uploads
 from fsdp_c.checkpoint._contents import find_contents
-from fsdp_c.checkpoint._errors import CheckpointError
+from fsdp_c.checkpoint._errors import CheckpointError, mismatches
 from fsdp_c.checkpoint._load_optim import OptimLoad
 from fsdp_c.checkpoint._model_targets import ModelTargets
 from fsdp_c.checkpoint._plain import decode, tensor_keys
@@ -157,14 +157,9 @@ class _Loading:
             ]
             source.problems += self._optim.differences() if strict else []
         if strict:
-            source.problems += [
-                f"{name!r} is missing: the model has it, the checkpoint does not"
-                for name in self._missing
-            ]
-            source.problems += [
-                f"{name!r} is unexpected: the checkpoint has it, the model does not"
-                for name in self._unexpected
-            ]
+            source.problems += mismatches(
+                self._missing, self._unexpected, "the checkpoint"
+            )
         plain = self._plain_values(with_random_states)
         for rank, value in plain.values():
             if rank is not None:
