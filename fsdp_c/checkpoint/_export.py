@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -135,8 +136,8 @@ def _find_tensors(source: Source, dtype: torch.dtype | None) -> list[_Tensor]:
         for part in parts:
             part.rank.want(part.byte(part.begin), part.byte(part.end), what)
         saved = dtype_named(spec.dtype)
-        is_cast = dtype is not None and saved.is_floating_point
-        tensors.append(_Tensor(spec, dtype if is_cast and dtype else saved, parts))
+        wanted = dtype if dtype and saved.is_floating_point else saved
+        tensors.append(_Tensor(spec, wanted, parts))
     return tensors
 
 
@@ -167,11 +168,10 @@ def _write_set(
             f"model-{number:05d}-of-{len(files):05d}.safetensors"
             for number in range(1, len(files) + 1)
         ]
-    temporary = {name: os.path.join(folder, f".{name}.{save_id}") for name in names}
+    temporary = {name: Path(folder, f".{name}.{save_id}") for name in (*names, INDEX)}
     try:
-        for path in (*temporary.values(), os.path.join(folder, f".{INDEX}.{save_id}")):
-            if os.path.lexists(path):  # of an export that was killed
-                os.unlink(path)
+        for path in temporary.values():
+            path.unlink(missing_ok=True)  # of an export that was killed
         for name, tensors in zip(names, files, strict=True):
             _write_file(temporary[name], tensors, advance)
         if len(files) > 1:
@@ -182,20 +182,18 @@ def _write_set(
             }
             index = {"metadata": {"total_size": total_nbytes}, "weight_map": weight_map}
             names.append(INDEX)
-            temporary[INDEX] = os.path.join(folder, f".{INDEX}.{save_id}")
             data = json.dumps(index, indent=2, sort_keys=True).encode() + b"\n"
             write_document(temporary[INDEX], data)
         for name in names:
             os.rename(temporary[name], os.path.join(folder, name))
     except BaseException:
         for path in temporary.values():
-            if os.path.lexists(path):
-                os.unlink(path)
+            path.unlink(missing_ok=True)
         raise
     return names
 
 
-def _write_file(path: str, tensors: Sequence[_Tensor], advance: Advance) -> None:
+def _write_file(path: Path, tensors: Sequence[_Tensor], advance: Advance) -> None:
     metadata = {"format": "pt"}
     aliases = {
         alias: tensor.spec.name for tensor in tensors for alias in tensor.spec.aliases

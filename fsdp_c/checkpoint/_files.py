@@ -12,6 +12,7 @@ import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 from torch import Tensor
@@ -100,7 +101,7 @@ def _chunks(header: bytes, items: Sequence[FileItem]) -> Iterator[Chunk]:
 
 
 @contextmanager
-def new_file(path: str) -> Iterator[int]:
+def new_file(path: str | Path) -> Iterator[int]:
     """Yield the descriptor of a new file; sync and close it at the end."""
     with open(path, "xb", buffering=0) as file:
         yield file.fileno()
@@ -170,7 +171,7 @@ def _find_sync_file_range() -> Callable[[int, int, int, int], object] | None:
 _sync_file_range = _find_sync_file_range()
 
 
-def write_document(path: str, data: bytes) -> None:
+def write_document(path: str | Path, data: bytes) -> None:
     """Write a new small file and sync it."""
     with new_file(path) as descriptor:
         _write_batch(descriptor, [memoryview(data)])
