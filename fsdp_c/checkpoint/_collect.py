@@ -13,11 +13,7 @@ from fsdp_c._state.optim.classes import describe_state, optimizer_name, refusal
 from fsdp_c._state.optim.states import OptimStates, ParamState, give_values
 from fsdp_c._state.optim.states import collect as collect_states
 from fsdp_c._state.parts import ParamPart
-from fsdp_c.checkpoint._contents import (
-    Contents,
-    extra_states,
-    find_contents,
-)
+from fsdp_c.checkpoint._contents import Contents, find_contents
 from fsdp_c.checkpoint._dtypes import dtype_name
 from fsdp_c.checkpoint._files import FileItem
 from fsdp_c.checkpoint._manifest import Manifest, OptimSpec, StateSpec, UnitSpec
@@ -58,6 +54,10 @@ class Collected:
         key = f"plain/{len(self.items)}"
         self.items.append(FileItem(key, 0, tensor.detach()))
         return key
+
+    def encoded(self, value: Any, what: str) -> Any:
+        """Return a plain value as JSON; its tensors are added."""
+        return encode(value, what, self.put_tensor)
 
     def put_special(self, key: str, what: str, tensor: Tensor) -> None:
         """Add a tensor of a class of its own.
@@ -129,11 +129,8 @@ def collect(
             if is_mine and state.has_state:
                 _add_state(collected, optim, name, state)
     if with_random_states:
-        collected.random_states = encode(
-            random_states(), "random states", collected.put_tensor
-        )
-    if rank_extra is not None:
-        collected.rank_extra = encode(rank_extra, "rank_extra", collected.put_tensor)
+        collected.random_states = collected.encoded(random_states(), "random states")
+    collected.rank_extra = collected.encoded(rank_extra, "rank_extra")
     if ranks.rank == 0:
         collected.manifest = _manifest(
             collected, contents, ranks, optim, states, scheduler, extra
@@ -193,9 +190,7 @@ def _add_state(
         collected.items.append(item)
     if state.plain:
         collected.plain[name] = {
-            encode_name(key, where): encode(
-                value, f"{where}, {key!r},", collected.put_tensor
-            )
+            encode_name(key, where): collected.encoded(value, f"{where}, {key!r},")
             for key, value in state.plain.items()
         }
 
@@ -209,35 +204,32 @@ def _manifest(
     scheduler: Any,
     extra: Any,
 ) -> Manifest:
-    put_tensor = collected.put_tensor
+    encoded = collected.encoded
     optim_spec = None
     if optim is not None and states is not None:
         optim_spec = OptimSpec(
             optimizer_name(optim),
             [
-                encode(
-                    without_constants(group), f"parameter group {number}", put_tensor
-                )
+                encoded(without_constants(group), f"parameter group {number}")
                 for number, group in enumerate(states.param_groups or [])
             ],
-            encode(states.others, "other state of the optimizer", put_tensor),
+            encoded(states.others, "other state of the optimizer"),
             {},
         )
-    modules = extra_states(contents.stateful)
     return Manifest(
         save_id="",
         world_size=ranks.world_size,
         units=collected.units,
         wholes=contents.wholes(),
         modules={
-            key: encode(value, f"extra state {key!r}", put_tensor)
-            for key, value in modules.items()
+            key: encoded(module.get_extra_state(), f"extra state {key!r}")
+            for key, module in contents.stateful.items()
         },
         optim=optim_spec,
         scheduler=None
         if scheduler is None
-        else encode(scheduler.state_dict(), "scheduler", put_tensor),
-        extra=None if extra is None else encode(extra, "extra", put_tensor),
+        else encoded(scheduler.state_dict(), "scheduler"),
+        extra=encoded(extra, "extra"),
         has_random_states=collected.random_states is not None,
         has_rank_extra=collected.rank_extra is not None,
     )

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -156,11 +155,6 @@ def _stateful(model: nn.Module) -> dict[str, nn.Module]:
         for prefix, module in _named_modules(model)
         if type(module).get_extra_state is not nn.Module.get_extra_state
     }
-
-
-def extra_states(stateful: dict[str, nn.Module]) -> dict[str, Any]:
-    """Return the extra state of every module, by key."""
-    return {key: module.get_extra_state() for key, module in stateful.items()}
 
 
 def _unit(name: str, places: Sequence[ParamPart], ranks: Ranks) -> UnitSpec:
