@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -79,6 +79,29 @@ def on_any_rank(
     with naming_ranks(group, operation):
         dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
     return [bool(flag) for flag in found.tolist()]
+
+
+def gathered_objects(
+    value: Any, group: ProcessGroup | None, operation: str
+) -> list[Any]:
+    """Return what the ranks of ``group`` have, in their order; pickled. Collective.
+
+    ``group`` and ``operation`` are as for :func:`naming_ranks`.
+    """
+    values: list[Any] = [value] * dist.get_world_size(group)
+    if len(values) > 1:
+        with naming_ranks(group, operation):
+            dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def object_of_first(value: Any, group: ProcessGroup | None, operation: str) -> Any:
+    """Return what rank 0 of ``group`` has; otherwise as :func:`gathered_objects`."""
+    values = [value]
+    if dist.get_world_size(group) > 1:
+        with naming_ranks(group, operation):
+            dist.broadcast_object_list(values, group=group, group_src=0)
+    return values[0]
 
 
 def broadcast_from_first(tensors: Iterable[Tensor], group: ProcessGroup) -> None:

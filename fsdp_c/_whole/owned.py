@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -29,7 +28,7 @@ from fsdp_c._state.exchange import (
     runs_beside,
 )
 from fsdp_c._state.parts import ParamPart, names_of_params, whole_part
-from fsdp_c._units.collectives import naming_ranks
+from fsdp_c._units.collectives import gathered_objects
 from fsdp_c._units.owner import owners_in
 
 # Where torch places tensors on a CPU. Kernels choose their way by it, so that an
@@ -242,9 +241,8 @@ class Dealt:
         for grid, own in known.items():
             its = own
             for group in grid.groups:
-                gathered: list[dict[int, dict[str, Any]]] = [{}] * group.size()
-                with naming_ranks(group, "comparison of optimizer states"):
-                    dist.all_gather_object(gathered, its, group=group)
+                what = "comparison of optimizer states"
+                gathered = gathered_objects(its, group, what)
                 its = {i: report for each in gathered for i, report in each.items()}
             merged.update(its)
         return [merged.get(index, {}) for index in range(len(self.wholes))]

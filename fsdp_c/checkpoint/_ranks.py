@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from fsdp_c._units.collectives import naming_ranks
+from fsdp_c._units.collectives import gathered_objects, naming_ranks, object_of_first
 from fsdp_c.checkpoint._errors import CheckpointError, reason
 
 
@@ -37,19 +37,14 @@ class Ranks:
         """Return rank 0's value on all ranks."""
         if self.is_single:
             return value
-        values = [value]
-        with naming_ranks(self._group, "broadcast of a checkpoint's description"):
-            dist.broadcast_object_list(values, group=self._group, group_src=0)
-        return values[0]
+        what = "broadcast of a checkpoint's description"
+        return object_of_first(value, self._group, what)
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks on all ranks."""
         if self.is_single:
             return [value]
-        values: list[Any] = [None] * self.world_size
-        with naming_ranks(self._group, "agreement about a checkpoint"):
-            dist.all_gather_object(values, value, group=self._group)
-        return values
+        return gathered_objects(value, self._group, "agreement about a checkpoint")
 
     @contextmanager
     def together(self, headline: str) -> Iterator[list[str]]:

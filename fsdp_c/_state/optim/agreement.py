@@ -12,14 +12,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fsdp_c._state.optim.classes import class_name
 from fsdp_c._state.optim.states import ParamState, describe, same_value
 from fsdp_c._state.parts import ParamPart
-from fsdp_c._units.collectives import naming_ranks
+from fsdp_c._units.collectives import gathered_objects
 
 
 class Scalar(NamedTuple):
@@ -110,12 +109,7 @@ def gather_reports(
     gathered = []
     message = None if error is None else str(error)
     for group in groups:
-        mine = message, report(group)
-        reports: list[Any] = [mine] * group.size()
-        if group.size() > 1:
-            with naming_ranks(group, what):
-                dist.all_gather_object(reports, mine, group=group)
-        gathered.append(reports)
+        gathered.append(gathered_objects((message, report(group)), group, what))
     if error is not None:
         raise error
     for reports in gathered:

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -33,7 +32,7 @@ from fsdp_c._state.optim.states import assemble
 from fsdp_c._state.parts import ParamPart, find_parts
 from fsdp_c._state.sharded_tensors import find_problem, is_sharded
 from fsdp_c._units.base import ShardedModule, sharded_modules
-from fsdp_c._units.collectives import naming_ranks
+from fsdp_c._units.collectives import object_of_first
 from fsdp_c._units.parallel import from_state
 
 _Wanted = Mapping[str, WantedState]
@@ -266,24 +265,23 @@ def _header_from_first(
 
     What went wrong in reading it is raised on all ranks alike.
     """
-    content: list[Any] = [None]
+    content: Any = None
     groups = modules[0]._sharded.groups
     if groups.is_first if group is None else group.rank() == 0:
         try:
-            content = [_read_whole(modules, state_dict or {}, parts)]
+            content = _read_whole(modules, state_dict or {}, parts)
         except Exception as error:  # the other ranks wait for it
-            content = [error]
+            content = error
     path = [groups.process_group] if group is None else [group]
     if group is None and groups.inter_node_group and groups.process_group.rank() == 0:
         path.insert(0, groups.inter_node_group)  # to rank 0 of each replica
     for each in path:
-        if each.size() > 1:
-            with naming_ranks(each, "broadcast of the optimizer state's header"):
-                dist.broadcast_object_list(content, group=each, group_src=0)
-    if isinstance(content[0], Exception):
-        raise content[0]
-    received: Header = content[0]
-    return received
+        what = "broadcast of the optimizer state's header"
+        content = object_of_first(content, each, what)
+    if isinstance(content, Exception):
+        raise content
+    header: Header = content
+    return header
 
 
 def _read_whole(

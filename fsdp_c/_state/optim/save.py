@@ -18,7 +18,7 @@ from fsdp_c._state.optim.agreement import AgreedState, Scalar, agree, unpacked_v
 from fsdp_c._state.optim.keys import ParamKeys
 from fsdp_c._state.optim.states import OptimStates, collect, give_values
 from fsdp_c._units.base import ShardedModule, sharded_modules
-from fsdp_c._units.collectives import naming_ranks
+from fsdp_c._units.collectives import object_of_first
 
 # A top-level entry of a full or sharded optimizer state dict: names of states that
 # are tensors without one value per element, by parameter. There only if there are any.
@@ -93,11 +93,11 @@ def _first_rank(modules: list[ShardedModule], group: ProcessGroup | None) -> int
     replicas = groups.inter_node_group
     if replicas is None:
         return dist.get_global_rank(groups.process_group, 0)
-    first = [dist.get_global_rank(replicas, 0)]
+    first = dist.get_global_rank(replicas, 0)
     if groups.shard_group is not None:
-        with naming_ranks(groups.shard_group, "search for the first rank"):
-            dist.broadcast_object_list(first, group=groups.shard_group, group_src=0)
-    return first[0]
+        what = "search for the first rank"
+        first = object_of_first(first, groups.shard_group, what)
+    return first
 
 
 def _result(
