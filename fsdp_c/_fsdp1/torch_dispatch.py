@@ -20,8 +20,10 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_c._state.optim.first_states import make_first_states_together
-from fsdp_c._state.optim.flat_names import show_names_of_flat_states
+from fsdp_c._state.optim.torch_state_dicts import (
+    make_first_states_together,
+    show_names_of_flat_states,
+)
 from fsdp_c._torch_compat import TorchFSDP, checkpoint_state_dict
 from fsdp_c._units.base import ShardedModule, sharded_modules
 from fsdp_c._units.names import FLAT_PARAM

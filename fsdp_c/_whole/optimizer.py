@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from fsdp_c._state.optim.flat_names import show_names_of_flat_states
+from fsdp_c._state.optim.torch_state_dicts import show_names_of_flat_states
 from fsdp_c._state.parts import ParamPart
 from fsdp_c._units.collectives import on_any_rank
 from fsdp_c._units.owner import owners_in
