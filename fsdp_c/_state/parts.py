@@ -267,10 +267,15 @@ def whole_part(
     )
 
 
+def uses_in_order(module: ShardedModule) -> list[ParamUse]:
+    """Return a use of each of a unit's parameters, in the unit's order."""
+    uses = {use.slot: use for use in module._sharded.uses}
+    return [uses[slot] for slot in range(len(uses))]
+
+
 def spread_of(module: ShardedModule) -> Spread:
     """Return how the parameters of a unit can lie, in the unit's order."""
-    uses = {use.slot: use for use in module._sharded.uses}
-    shapes = [uses[slot].shape for slot in range(len(uses))]
+    shapes = [use.shape for use in uses_in_order(module)]
     is_sharded = module._sharded.groups.shard_group is not None
     layout = module._sharded.unit.layout if is_sharded else None
     return Spread(shapes, layout, module.world_size)
@@ -283,8 +288,7 @@ def unit_values(module: ShardedModule) -> list[Tensor]:
     """
     if module._sharded.originals.flat_params():
         return [part.home.values() for part in unit_parts(module)]
-    uses = {use.slot: use for use in module._sharded.uses}
-    return [uses[slot].param for slot in range(len(uses))]
+    return [use.param for use in uses_in_order(module)]
 
 
 def unit_parts(

@@ -35,7 +35,7 @@ from fsdp_c._state.forms import Form
 from fsdp_c._state.kinds import follow_mesh
 from fsdp_c._state.model.local import local_state
 from fsdp_c._state.model.plain import SAVING, moves_plainly
-from fsdp_c._state.parts import spread_of, unit_values
+from fsdp_c._state.parts import spread_of, unit_values, uses_in_order
 from fsdp_c._state.sharded_tensors import is_sharded
 from fsdp_c._units.base import ShardedModule, sharded_modules
 from fsdp_c._units.collectives import on_any_rank
@@ -218,9 +218,11 @@ def _exchanged(
             values[unit.module] = form.of_exchanged(unit.module, its_shapes, own)
     for module, its_values in values.items():
         cuts = module._sharded.originals.parallel.cuts
-        params = {use.slot: use.param for use in module._sharded.uses}
-        for slot, value in enumerate(its_values if cuts else ()):
-            its_values[slot] = to_state(value, cuts.get(params[slot]))
+        if cuts and its_values:
+            values[module] = [
+                to_state(value, cuts.get(use.param))
+                for value, use in zip(its_values, uses_in_order(module), strict=True)
+            ]
     return values
 
 
