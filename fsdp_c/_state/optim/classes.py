@@ -11,7 +11,7 @@ keeps the inner tensors as they are.
 """
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -185,7 +185,7 @@ class StateClasses:
         return self._first[param].get(name)
 
     def restore(
-        self, param: nn.Parameter, state: dict[str, Any], special: Mapping[str, Any]
+        self, param: nn.Parameter, state: dict[str, Any], special: Collection[str]
     ) -> None:
         """Give the states of a parameter their classes.
 

@@ -155,10 +155,12 @@ def _restore_classes(
         return
     classes_of = StateClasses(optim)
     for key, state in states.items():
-        special: dict[str, str] = {}
-        for part in keys.parts[key]:
-            for name in part.names:
-                special.update(header.classes.get(name, {}))
+        special = {
+            each
+            for part in keys.parts[key]
+            for name in part.names
+            for each in header.classes.get(name, ())
+        }
         classes_of.restore(keys.param_of_key[key], state, special)
 
 
@@ -166,23 +168,18 @@ def _localized(
     state_dict: Mapping[str, Any] | None, parts: Mapping[str, ParamPart]
 ) -> Mapping[str, Any] | None:
     """Replace states of tensor parallel parameters by what their unit has of them."""
-    found = {
-        name: part
+    cuts = {
+        name: (part.cut, part.over.dtensor_mesh)
         for part in parts.values()
-        for name in part.names
         if part.cut is not None
+        for name in part.names
     }
-    if not found or state_dict is None or "state" not in state_dict:
+    if not cuts or state_dict is None or "state" not in state_dict:
         return state_dict
-    states = {
-        name: {
-            key: from_state(value, part.cut, part.over.dtensor_mesh)
-            for key, value in state.items()
-        }
-        if (part := found.get(name)) is not None and part.cut is not None
-        else state
-        for name, state in state_dict["state"].items()
-    }
+    states = dict(state_dict["state"])
+    for name, state in states.items():
+        if name in cuts:
+            states[name] = {k: from_state(v, *cuts[name]) for k, v in state.items()}
     return {**state_dict, "state": states}
 
 

@@ -57,16 +57,12 @@ def _copied(state: Any, device: str | None) -> Any:
 
 
 def _copied_value(value: Any, device: str | None) -> Any:
-    if isinstance(value, Tensor):
-        return _copied_tensor(value, device or value.device)
-    return copy.deepcopy(value)
-
-
-def _copied_tensor(value: Tensor, device: str | torch.device) -> Tensor:
-    special = special_tensor(value)
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    place, special = device or value.device, special_tensor(value)
     if special is None:
-        return value.detach().to(device, copy=True)
-    return rewrapped(value, cloned(special).to(device))
+        return value.detach().to(place, copy=True)
+    return rewrapped(value, cloned(special).to(place))
 
 
 def _names(
