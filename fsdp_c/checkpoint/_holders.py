@@ -1,18 +1,11 @@
 """Which ranks of a checkpoint saved which elements: arithmetic on its layout."""
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from fsdp_c import _native
 from fsdp_c.checkpoint._dtypes import dtype_named
-from fsdp_c.checkpoint._manifest import (
-    Manifest,
-    ParamSpec,
-    SegmentSpec,
-    UnitSpec,
-    WholeSpec,
-)
+from fsdp_c.checkpoint._manifest import Manifest, ParamSpec, UnitSpec, WholeSpec
 
 
 class Held(NamedTuple):
@@ -88,32 +81,20 @@ class Holders:
         return held
 
 
-def make_layout(
-    params: Sequence[ParamSpec],
-    world_size: int,
-    alignment: tuple[int, bool, bool],
-    *,
-    by_rows: bool = False,
-    placed: Sequence[SegmentSpec] | None = None,
-) -> _native.Layout:
-    """Return the layout of a unit of ``params`` over ``world_size`` ranks.
-
-    ``placed``: the segments, in which ``params`` say themselves where they lie.
-    """
-    itemsize, align_params, align_shards = alignment
+def make_layout(unit: UnitSpec) -> _native.Layout:
+    """Return the layout of ``unit``; its segments and offsets count if it is placed."""
+    params = unit.params
+    itemsize, align_params, align_shards = unit.alignment
     return _native.Layout(
-        [
-            (param.numel, dtype_named(param.dtype), param.requires_grad)
-            for param in params
-        ],
-        world_size,
+        [(p.numel, dtype_named(p.dtype), p.requires_grad) for p in params],
+        len(unit.ranks),
         itemsize=itemsize,
         align_params=align_params,
         align_shards=align_shards,
-        row_numels=[math.prod(p.shape[1:]) for p in params] if by_rows else None,
-        segments=None if placed is None else [param.segment for param in params],
-        offsets=None if placed is None else [param.offset for param in params],
-        shard_numels=[segment.shard_numel for segment in placed or ()],
+        row_numels=[math.prod(p.shape[1:]) for p in params] if unit.by_rows else None,
+        segments=[p.segment for p in params] if unit.is_placed else None,
+        offsets=[p.offset for p in params] if unit.is_placed else None,
+        shard_numels=[s.shard_numel for s in unit.segments] if unit.is_placed else [],
     )
 
 
@@ -124,13 +105,7 @@ def checked_layout(unit: UnitSpec) -> _native.Layout:
         ValueError: It is not the one that the manifest says.
     """
     try:
-        layout = make_layout(
-            unit.params,
-            len(unit.ranks),
-            unit.alignment,
-            by_rows=unit.by_rows,
-            placed=unit.segments if unit.is_placed else None,
-        )
+        layout = make_layout(unit)
     except (OverflowError, ValueError) as error:
         raise ValueError(f"unit {unit.name!r:.200}: {error}") from None
     slots = [(param.segment, param.offset, param.numel) for param in unit.params]

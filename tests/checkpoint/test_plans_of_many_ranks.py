@@ -23,17 +23,16 @@ ALIGNMENT = (4, True, True)
 
 
 def _unit(name: str, shapes: dict[str, tuple[int, ...]], world_size: int) -> UnitSpec:
-    params = [
+    params = tuple(
         ParamSpec(f"{name}.{key}", (), shape, "F32", True, 0, 0)
         for key, shape in shapes.items()
-    ]
-    layout = make_layout(params, world_size, ALIGNMENT, by_rows=False)
-    return UnitSpec(
-        name,
-        tuple(range(world_size)),
-        ALIGNMENT,
-        tuple(SegmentSpec("F32", True, segment[4]) for segment in layout.segments),
-        tuple(
+    )
+    unit = UnitSpec(name, tuple(range(world_size)), ALIGNMENT, (), params)
+    layout = make_layout(unit)
+    return replace(
+        unit,
+        segments=tuple(SegmentSpec("F32", True, each[4]) for each in layout.segments),
+        params=tuple(
             replace(param, segment=slot[0], offset=slot[1])
             for param, slot in zip(params, layout.slots, strict=True)
         ),
@@ -63,7 +62,7 @@ def _plan(document: bytes, new_size: int, rank: int) -> dict[int, int]:
     holders = Holders(manifest)
     numels: dict[int, int] = {}
     for unit in manifest.units:
-        layout = make_layout(unit.params, new_size, unit.alignment, by_rows=False)
+        layout = make_layout(replace(unit, ranks=tuple(range(new_size))))
         for index, param in enumerate(unit.params):
             begin, end, _, _ = layout.intersect(index, rank)
             expected = begin
