@@ -51,6 +51,10 @@ _FIRST_WAIT_S = 0.005
 _LONGEST_WAIT_S = 0.25
 
 
+def _failure(*problems: str) -> CheckpointError:
+    return CheckpointError(_HEADLINE, problems)
+
+
 class SaveHandle:
     """A save that may still be writing, in a thread.
 
@@ -85,7 +89,7 @@ class SaveHandle:
                 raise TimeoutError(f"the save to {self.path} has not ended yet")
         if self._problems:
             self._was_reported = True
-            raise CheckpointError(_HEADLINE, self._problems)
+            raise _failure(*self._problems)
         return self.path
 
     def _take_unreported(self) -> list[str]:
@@ -108,7 +112,7 @@ class SaveHandle:
         except BaseException as error:
             self._problems = (reason(error),)
         if self._problems:
-            _log.error("%s", CheckpointError(_HEADLINE, self._problems))
+            _log.error("%s", _failure(*self._problems))
 
 
 _last: SaveHandle | None = None
@@ -120,7 +124,7 @@ def _finish_at_exit() -> None:
     if handle is None or handle._job is None or handle.done():
         return
     _log.info("the process is ending: waiting for the save to %s", handle.path)
-    handle._job.hurry()
+    handle._job.ending.set()
     assert handle._thread is not None
     # The thread has limits of its own first, and logs an error then.
     limit_s = handle._job.timeout_s + handle._job.exit_timeout_s
@@ -130,7 +134,7 @@ def _finish_at_exit() -> None:
             "abandoned at the end of the process: this rank's thread had not ended "
             f"after {limit_s:g} s (the save's timeout and exit_timeout)"
         )
-        _log.error("%s", CheckpointError(_HEADLINE, [problem]))
+        _log.error("%s", _failure(problem))
     elif not handle._problems:
         _log.info("the save to %s: %s", handle.path, handle._job.outcome)
 
@@ -323,17 +327,13 @@ class _Job:
         self.timeout_s = 0.0
         self.exit_timeout_s = 0.0
         self.outcome = "complete"
-        self._ending = threading.Event()  # of the process
+        self.ending = threading.Event()  # set when the process ends
         self._collected = collected
         self._manifest = manifest
         self._temporary = temporary  # on rank 0
         self._rank = ranks.rank
         self._world_size = ranks.world_size
         self._progress = progress
-
-    def hurry(self) -> None:
-        """End the thread soon, because the process ends."""
-        self._ending.set()
 
     # With collectives -------------------------------------------------------
 
@@ -409,9 +409,9 @@ class _Job:
 
     def _pause(self, wait_s: float) -> float:
         """Wait for ``wait_s``, less if the process ends; return the next time."""
-        if self._ending.is_set():
+        if self.ending.is_set():
             time.sleep(wait_s)
-        elif self._ending.wait(wait_s):
+        elif self.ending.wait(wait_s):
             return _FIRST_WAIT_S
         return min(2 * wait_s, _LONGEST_WAIT_S)
 
@@ -427,45 +427,34 @@ class _Job:
                 for name in failed:
                     with open(self._name(name), encoding="utf-8") as file:
                         texts.append(f"{file.read() or 'a rank failed'} ({name})")
-                raise CheckpointError(_HEADLINE, texts)
+                raise _failure(*texts)
             missing = wanted - names
             if not missing:
                 return
             if time.monotonic() > deadline:
-                raise CheckpointError(
-                    _HEADLINE,
-                    [
-                        f"{len(missing)} ranks did not write their part within "
-                        f"{self.timeout_s:g} s (missing: {min(missing)}, ...): pass a "
-                        "larger timeout, or see what those ranks wait for"
-                    ],
+                raise _failure(
+                    f"{len(missing)} ranks did not write their part within "
+                    f"{self.timeout_s:g} s (missing: {min(missing)}, ...): pass a "
+                    "larger timeout, or see what those ranks wait for"
                 )
-            if self._ending.is_set() and growth.idle_seconds() > self.exit_timeout_s:
-                raise CheckpointError(
-                    _HEADLINE,
-                    [
-                        "abandoned at the end of the process: nothing was written "
-                        f"for {self.exit_timeout_s:g} s (exit_timeout), and "
-                        f"{len(missing)} ranks had not written their part (missing: "
-                        f"{min(missing)}, ...)"
-                    ],
+            if self.ending.is_set() and growth.idle_seconds() > self.exit_timeout_s:
+                raise _failure(
+                    "abandoned at the end of the process: nothing was written for "
+                    f"{self.exit_timeout_s:g} s (exit_timeout), and {len(missing)} "
+                    f"ranks had not written their part (missing: {min(missing)}, ...)"
                 )
             wait_s = self._pause(wait_s)
 
     def _wait_for_publication(self, deadline: float) -> None:
         wait_s = _FIRST_WAIT_S
         while not self._is_published():
-            if self._ending.is_set():
+            if self.ending.is_set():
                 self.outcome = "this rank's part is written; rank 0 finishes the save"
                 return
             if not os.path.isdir(self.folder) and not self._is_published():
-                raise CheckpointError(
-                    _HEADLINE, ["another rank failed: rank 0's error says why"]
-                )
+                raise _failure("another rank failed: rank 0's error says why")
             if time.monotonic() > deadline:
-                raise CheckpointError(
-                    _HEADLINE, [f"rank 0 did not finish within {self.timeout_s:g} s"]
-                )
+                raise _failure(f"rank 0 did not finish within {self.timeout_s:g} s")
             wait_s = self._pause(wait_s)
 
     def _is_published(self) -> bool:

@@ -203,7 +203,7 @@ def test_a_rank_that_does_not_come(rank: int, tmp_path: Path) -> None:
 @pytest.mark.bookkeeping
 def test_waits_grow_no_longer_than_a_quarter_second() -> None:
     job = object.__new__(_save._Job)
-    job._ending = SimpleNamespace(  # type: ignore[assignment]
+    job.ending = SimpleNamespace(  # type: ignore[assignment]
         is_set=lambda: False, wait=lambda seconds: False
     )
     waits = [_save._FIRST_WAIT_S]
