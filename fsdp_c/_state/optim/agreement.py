@@ -119,9 +119,8 @@ def gather_reports(
     return [[each for _, each in reports] for reports in gathered]
 
 
-# What one rank has of a parameter: whether it is sharded, and Sharded or a plain state.
-_Kind = dict[str, tuple[bool, Any]]
-
+# What one rank has of a parameter: each is Sharded, or a plain state as it is passed.
+_Kind = dict[str, Any]
 
 # One rank's, by parameter.
 _Report = Mapping[str, _Kind]
@@ -177,15 +176,13 @@ def _report(states: Mapping[str, ParamState]) -> _Report:
         if state.has_state:
             classes = _classes(state)
             kind.update(
-                (n, (True, Sharded(value.dtype, classes.get(n))))
+                (n, Sharded(value.dtype, classes.get(n)))
                 for n, value in state.sharded.items()
             )
-            kind.update(
-                (n, (False, packed_value(value))) for n, value in state.plain.items()
-            )
-        if all(is_sharded or isinstance(v, Scalar) for is_sharded, v in kind.values()):
+            kind.update((n, packed_value(value)) for n, value in state.plain.items())
+        if all(isinstance(value, (Sharded, Scalar)) for value in kind.values()):
             # Equal keys are equal kinds, bit for bit: NaN is equal to NaN.
-            key = tuple((n, is_sharded, repr(v)) for n, (is_sharded, v) in kind.items())
+            key = tuple((n, repr(value)) for n, value in kind.items())
             kind = known.setdefault(key, kind)
         report[name] = kind
     return report
@@ -232,30 +229,28 @@ def _merge(part: ParamPart, kinds: Sequence[_Kind]) -> AgreedState:
     for name in dict.fromkeys(name for kind in kinds for name in kind):
         have = [rank for rank in owners if name in kinds[rank]]
         have = have or [rank for rank, kind in enumerate(kinds) if name in kind]
-        values = {r: kinds[r][name] for r in have if kinds[r][name] != (False, None)}
-        sharded = [rank for rank, (is_sharded, _) in values.items() if is_sharded]
+        values = {r: kinds[r][name] for r in have if kinds[r][name] is not None}
+        sharded = [rank for rank, each in values.items() if isinstance(each, Sharded)]
         if not sharded:
             # The state of a flat parameter is that of all in it, on every rank.
             seen = [kind[name] for kind in kinds if name in kind]
             seen = seen if part.is_flat else list(values.values())
-            first = next((each for each in seen if each != (False, None)), None)
-            result.plain[name] = None if first is None else first[1]
-            if values and not all(same_value(v, result.plain[name]) for _, v in seen):
+            first = next((each for each in seen if each is not None), None)
+            result.plain[name] = first
+            if values and not all(same_value(each, first) for each in seen):
                 if name == "step":
                     raise ValueError(_other_steps(part, kinds))
-                result.per_rank[name] = PerRank(
-                    tuple(kind.get(name, (False, None))[1] for kind in kinds)
-                )
+                result.per_rank[name] = PerRank(tuple(kind.get(name) for kind in kinds))
             continue
         what = f"optimizer state {name!r} of parameter {part.fqn!r}"
         if len(sharded) < len(values):
             other = next(rank for rank in values if rank not in sharded)
             raise ValueError(
                 f"{what} has one value per element on rank {sharded[0]}, and not on "
-                f"rank {other}: {describe(unpacked_value(values[other][1]))}. Save it "
+                f"rank {other}: {describe(unpacked_value(values[other]))}. Save it "
                 "with StateDictType.LOCAL_STATE_DICT, which keeps each rank's own"
             )
-        dtypes = {each.dtype for _, each in values.values()}
+        dtypes = {each.dtype for each in values.values()}
         if len(dtypes) > 1:
             raise ValueError(
                 f"{what} has the dtypes {sorted(map(str, dtypes))} on different ranks: "
@@ -270,14 +265,14 @@ def _merge(part: ParamPart, kinds: Sequence[_Kind]) -> AgreedState:
                 )
             )
         result.sharded[name] = dtypes.pop()
-        classes = [each.name for _, each in values.values() if each.name is not None]
+        classes = [each.name for each in values.values() if each.name is not None]
         if classes:
             result.classes[name] = classes[0]
     return result
 
 
 def _other_steps(part: ParamPart, kinds: Sequence[_Kind]) -> str:
-    steps = {rank: kind["step"][1] for rank, kind in enumerate(kinds) if "step" in kind}
+    steps = {rank: kind["step"] for rank, kind in enumerate(kinds) if "step" in kind}
     first, *others = steps
     other = next(r for r in others if not same_value(steps[r], steps[first]))
     return (
