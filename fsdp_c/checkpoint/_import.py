@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from fsdp_c.checkpoint import _documents
 from fsdp_c.checkpoint._contents import find_contents
-from fsdp_c.checkpoint._dtypes import dtype_name, dtype_named
+from fsdp_c.checkpoint._dtypes import dtype_named
 from fsdp_c.checkpoint._errors import CheckpointError, mismatches, reason
 from fsdp_c.checkpoint._export import ALIASES, INDEX, SINGLE
 from fsdp_c.checkpoint._fields import Fields, string
@@ -192,20 +192,14 @@ def _plan_read(
     cast: bool,
     problems: list[str],
 ) -> None:
-    if info.shape != target.shape:
-        problems.append(
-            f"{target.what} has shape {list(info.shape)} in {file.name} and "
-            f"{list(target.shape)} in the model"
-        )
-        return
-    dtype = dtype_name(target.tensor.dtype, target.what)
-    if info.dtype != dtype and not cast:
-        problems.append(
-            f"{target.what} is {info.dtype} in {file.name} and {dtype} in the model: "
-            "pass cast=True to convert it"
-        )
-        return
-    if target.begin < target.end:
+    misfits = target.misfits(
+        info.shape,
+        None if cast else info.dtype,
+        file.name,
+        remedy=": pass cast=True to convert it",
+    )
+    problems += misfits
+    if not misfits and target.begin < target.end:
         saved = dtype_named(info.dtype)
         first = info.begin + target.begin * saved.itemsize
         last = info.begin + target.end * saved.itemsize

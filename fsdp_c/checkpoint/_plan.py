@@ -36,6 +36,26 @@ class Target:
     end: int
     tensor: Tensor
 
+    def misfits(
+        self, shape: tuple[int, ...], dtype: str | None, where: str, remedy: str = ""
+    ) -> list[str]:
+        """Return why what ``where`` has of it cannot be loaded.
+
+        ``dtype`` is None if any will do; ``remedy`` is for another one.
+        """
+        found = []
+        if shape != self.shape:
+            found.append(
+                f"{self.what} has shape {list(shape)} in {where} and "
+                f"{list(self.shape)} in the model"
+            )
+        own = dtype_name(self.tensor.dtype, self.what)
+        if dtype not in (None, own):
+            found.append(
+                f"{self.what} is {dtype} in {where} and {own} in the model{remedy}"
+            )
+        return found
+
     def plan(self, source: Source, spec: ParamSpec | WholeSpec) -> None:
         """Plan the reads that fill it; problems go to the source."""
         plan_reads(source, self.what, spec, (self.begin, self.end), self.tensor)
@@ -62,34 +82,17 @@ def plan_parameters(
             missing.append(target.names[0])
             continue
         spec = next(iter(found.values()))
-        if _fits(target, found, source.problems):
+        problems = target.misfits(spec.shape, spec.dtype, "the checkpoint")
+        if len(found) > 1:
+            problems.append(
+                f"{target.what} is one tensor in the model, with the names "
+                f"{list(target.names)}, and {len(found)} in the checkpoint"
+            )
+        source.problems += problems
+        if not problems:
             target.plan(source, spec)
     names = [spec.name for spec in source.manifest.tensors()]
     return missing, [name for name in names if name not in used]
-
-
-def _fits(
-    target: Target, found: dict[str, ParamSpec | WholeSpec], problems: list[str]
-) -> bool:
-    """Return whether a tensor can be loaded; if not, why goes to ``problems``."""
-    before = len(problems)
-    spec = next(iter(found.values()))
-    if len(found) > 1:
-        problems.append(
-            f"{target.what} is one tensor in the model, with the names "
-            f"{list(target.names)}, and {len(found)} in the checkpoint"
-        )
-    if spec.shape != target.shape:
-        problems.append(
-            f"{target.what} has shape {list(spec.shape)} in the checkpoint and "
-            f"{list(target.shape)} in the model"
-        )
-    dtype = dtype_name(target.tensor.dtype, target.what)
-    if spec.dtype != dtype:
-        problems.append(
-            f"{target.what} is {spec.dtype} in the checkpoint and {dtype} in the model"
-        )
-    return len(problems) == before
 
 
 class Part(NamedTuple):
