@@ -15,20 +15,19 @@ _WIDTH = 60
 
 def nbytes_text(nbytes: int) -> str:
     """Return bytes with a binary unit: ``1.50 GiB``."""
-    value = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            return f"{nbytes} B" if unit == "B" else f"{value:,.2f} {unit}"
-        value /= 1024
-    raise AssertionError
+    value, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value >= 1024:
+            value, unit = value / 1024, larger
+    return f"{nbytes} B" if unit == "B" else f"{value:,.2f} {unit}"
 
 
 def seconds_text(seconds: float) -> str:
     """Return a time with its unit: ``12.3 ms``."""
-    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
-        if seconds * factor >= 1 or unit == "us":
+    for factor, unit in ((1.0, "s"), (1e3, "ms")):
+        if seconds * factor >= 1:
             return f"{seconds * factor:.3g} {unit}"
-    raise AssertionError
+    return f"{seconds * 1e6:.3g} us"
 
 
 def parts_at_peak(plan: RankPlan) -> dict[str, int]:
