@@ -110,7 +110,6 @@ def lanes_of(recorded: Recorded) -> Lanes:
     calls = sorted((s for s in spans if s.kind in CALLS), key=lambda s: s.begin)
     collectives = _collectives(spans)
     on_device = recorded.has_device_times
-    phases = _Phases(calls)
     exposed = _exposed_on_device(spans) if on_device else _exposed_on_host(collectives)
     return Lanes(
         recorded=recorded,
@@ -118,7 +117,7 @@ def lanes_of(recorded: Recorded) -> Lanes:
         calls=calls,
         compute=_compute(_device_moments(spans) if on_device else _moments(spans)),
         collectives=collectives,
-        uses=_uses(recorded, spans, phases, collectives, on_device=on_device),
+        uses=_uses(recorded, spans, calls, collectives, on_device=on_device),
         exposed=exposed,
         num_unused=sum(s.is_unused for s in spans),
         wholes=[s for s in spans if s.kind in WHOLES],
@@ -189,28 +188,6 @@ def _steps(spans: list[Span], end: int) -> list[Step]:
             )
         )
     return steps
-
-
-class _Phases:
-    """Whether a moment is in a backward."""
-
-    def __init__(self, calls: Iterable[Span]) -> None:
-        self.ranges: list[tuple[int, int]] = []
-        begin = None
-        for call in calls:
-            if call.kind == "pre_backward" and begin is None:
-                begin = call.begin
-            elif call.kind == "finish_backward":
-                self.ranges.append((call.begin if begin is None else begin, call.end))
-                begin = None
-        if begin is not None:
-            self.ranges.append((begin, 1 << 62))
-        self.begins = [first for first, _ in self.ranges]
-
-    def at(self, time: int) -> str:
-        index = bisect_left(self.begins, time + 1) - 1
-        is_inside = index >= 0 and time <= self.ranges[index][1]
-        return "backward" if is_inside else "forward"
 
 
 # Compute ------------------------------------------------------------------------
@@ -362,10 +339,23 @@ def _inside(calls: list[Span], slices: list[Slice]) -> list[int]:
     ]
 
 
+def _backwards(calls: list[Span]) -> list[tuple[int, int]]:
+    """Return from when to when each backward ran."""
+    ranges: list[tuple[int, int]] = []
+    begin = None
+    for call in calls:
+        if call.kind == "pre_backward" and begin is None:
+            begin = call.begin
+        elif call.kind == "finish_backward":
+            ranges.append((call.begin if begin is None else begin, call.end))
+            begin = None
+    return ranges if begin is None else [*ranges, (begin, 1 << 62)]
+
+
 def _uses(
     recorded: Recorded,
     spans: list[Span],
-    phases: _Phases,
+    calls: list[Span],
     collectives: list[TimedCollective],
     *,
     on_device: bool,
@@ -374,6 +364,8 @@ def _uses(
     waits = _InOrder(
         wait for each in collectives if each.lane == "unshard" for wait in each.waits
     )
+    backwards = _backwards(calls)
+    begins = [begin for begin, _ in backwards]
     uses = []
     for span in spans:
         if span.kind != "wait_unshard" or span.is_kept:
@@ -383,7 +375,8 @@ def _uses(
         waited = span.device_end - span.device_begin
         if not on_device:
             waited = sum(w.duration for w in waits.within(span.begin, span.end))
-        uses.append(
-            Use(span.unit, span.begin, phases.at(span.begin), span.is_ahead, waited)
-        )
+        last = bisect_right(begins, span.begin) - 1
+        in_backward = last >= 0 and span.begin <= backwards[last][1]
+        phase = "backward" if in_backward else "forward"
+        uses.append(Use(span.unit, span.begin, phase, span.is_ahead, waited))
     return uses
