@@ -79,6 +79,6 @@ def _owner_of(module: nn.Module, running: Running) -> tuple[Owner | None, str]:
         for around in () if owner is None else owner.unit_modules:
             names = {each: name for name, each in around.named_modules()}
             if module in names and (not smallest or len(names) < smallest):
-                found = owner, clean_name(f"{names[module]}.")[:-1]
+                found = owner, clean_name(names[module])
                 smallest = len(names)
     return found

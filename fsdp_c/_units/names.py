@@ -18,5 +18,7 @@ def clean_name(name: str) -> str:
     Example:
         >>> clean_name("_fsdp_wrapped_module.blocks.0._fsdp_wrapped_module.weight")
         'blocks.0.weight'
+        >>> clean_name("blocks.0._fsdp_wrapped_module")
+        'blocks.0'
     """
-    return name.replace(WRAPPED_PREFIX, "").replace(CHECKPOINT_PREFIX, "")
+    return f"{name}.".replace(WRAPPED_PREFIX, "").replace(CHECKPOINT_PREFIX, "")[:-1]

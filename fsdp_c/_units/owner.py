@@ -183,5 +183,5 @@ def owners_in(model: nn.Module) -> dict[Owner, str]:
     owners: dict[Owner, str] = {}
     for name, module in model.named_modules():
         for owner in owners_of(module):
-            owners.setdefault(owner, clean_name(f"{name}.")[:-1])
+            owners.setdefault(owner, clean_name(name))
     return owners

@@ -83,11 +83,10 @@ class Contents:
             if owner is not None:
                 places.setdefault(owner, []).append(place)
         names: dict[Group | nn.Module, str] = {
-            module: clean_name(f"{prefix}.")[:-1]
-            for prefix, module in self.model.named_modules()
+            module: clean_name(name) for name, module in self.model.named_modules()
         }
-        for group, prefix in groups_in(self.model).items():
-            names[group] = group.label(clean_name(f"{prefix}.")[:-1])
+        for group, name in groups_in(self.model).items():
+            names[group] = group.label(clean_name(name))
         return tuple(
             _unit(name, places[owner], ranks)
             for owner, name in names.items()

@@ -414,7 +414,7 @@ def with_wrapped_metadata(module: nn.Module, state_dict: Any) -> Any:
     extended = OrderedDict(state_dict)
     names = OrderedDict((name, dict(version)) for name, version in metadata.items())
     for name, _ in module.named_modules():
-        clean = clean_name(f"{name}.")[:-1]
+        clean = clean_name(name)
         if clean in metadata:
             names[name] = dict(metadata[clean])
     cast("Any", extended)._metadata = names

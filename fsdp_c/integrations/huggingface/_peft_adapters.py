@@ -61,7 +61,7 @@ class CleanView:
         """Yield modules under their names in the unwrapped model; no wrappers."""
         for name, module in self._model.named_modules(**options):
             if not isinstance(module, (ShardedModule, ActivationWrapper)):
-                yield _without_wrappers(name), module
+                yield clean_name(name), module
 
     def named_parameters(self, **_: Any) -> Iterator[tuple[str, Tensor]]:
         """Yield the parameters' names, with tensors of their shapes."""
@@ -72,11 +72,6 @@ class CleanView:
         if not self._knows_keys:
             return self._model.state_dict()
         return {**dict(_named_params(self._model)), **dict(_named_buffers(self._model))}
-
-
-def _without_wrappers(name: str) -> str:
-    """Return a module's clean name, also where a wrapper's child is its last part."""
-    return clean_name(f"{name}.").removesuffix(".")
 
 
 def _named_params(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -147,7 +147,7 @@ def find_units(model: nn.Module, arguments: Mapping[str, Any]) -> list[PlannedUn
     units = []
     for path, module in root.named_modules():
         if isinstance(module, _PlannedModule):
-            name = clean_name(f"{path}.")[:-1]
+            name = clean_name(path)
             prefix = f"{name}." if name else ""
             params = tuple(
                 ParamInfo(
