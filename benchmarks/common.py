@@ -28,7 +28,8 @@ import zygote
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from tqdm import tqdm
 
-from fsdp_c.tools.bench._command import machine, positive_int
+from fsdp_c._text import positive_int
+from fsdp_c.tools.bench._command import machine
 from fsdp_c.tools.bench._processes import end_rank
 from fsdp_c.tools.bench._report import smallest
 

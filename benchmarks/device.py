@@ -46,7 +46,7 @@ from implementations import BARE, FSDP1_ORIG, FSDP2, FSDP_C_FULLY, FSDP_C_ORIG, 
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_c import _native
-from fsdp_c.tools.bench._command import positive_int
+from fsdp_c._text import positive_int
 from fsdp_c.tools.plan import ModelSource, Settings, Sharding, plan_model
 from fsdp_c.tools.plan._trace import Inputs
 

@@ -39,8 +39,9 @@ from common import (
 )
 from torch.profiler import ProfilerActivity, profile
 
+from fsdp_c._text import positive_int
 from fsdp_c.tools.bench import _worker
-from fsdp_c.tools.bench._command import machine, positive_int
+from fsdp_c.tools.bench._command import machine
 from fsdp_c.tools.bench._implementations import FSDP1, FSDP2, OURS, OURS_FULLY
 from fsdp_c.tools.bench._report import differences, smallest
 from fsdp_c.tools.bench._workload import Workload

@@ -47,7 +47,7 @@ from memory_worker import (
 )
 from tqdm import tqdm
 
-from fsdp_c.tools.bench._command import positive_int
+from fsdp_c._text import positive_int
 from fsdp_c.tools.bench._workload import Block
 
 MIB = 2**20

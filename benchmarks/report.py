@@ -22,7 +22,7 @@ import state_dict_worker
 import train_step
 from common import Json, environment_line, write_json
 
-from fsdp_c.tools.bench._command import positive_int
+from fsdp_c._text import positive_int
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "measurements"
 

@@ -50,7 +50,7 @@ from implementations import (
 )
 from torch import nn
 
-from fsdp_c.tools.bench._command import positive_int
+from fsdp_c._text import positive_int
 from fsdp_c.tools.bench._report import smallest
 from fsdp_c.tools.bench._workload import Transformer
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from fsdp_c._text import finite_float, positive_int
 from fsdp_c.tools.bench._implementations import IMPLEMENTATIONS, OURS
 from fsdp_c.tools.bench._processes import BenchError, run_ranks
 from fsdp_c.tools.bench._report import differences, save_picture, table
@@ -31,21 +32,8 @@ _TRACE_SECONDS = 1.0
 _START_TIMEOUT_S = 300.0
 
 
-def positive_int(text: str) -> int:
-    """Parse a command-line integer that must be at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected an integer >= 1, got {text!r}")
-    return int(text)
-
-
 def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0.0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected seconds > 0, got {text!r}")
-    return value
+    return finite_float(text, "seconds > 0", lambda value: value > 0)
 
 
 def _parser() -> argparse.ArgumentParser:

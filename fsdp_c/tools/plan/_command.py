@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import torch
 from torch.distributed.fsdp.api import BackwardPrefetch, ShardingStrategy
 
 from fsdp_c import _native
+from fsdp_c._text import finite_float, positive_int
 from fsdp_c.tools.plan._errors import PlanError
 from fsdp_c.tools.plan._model_plan import MAX_RANKS, Sharding, plan_model
 from fsdp_c.tools.plan._models import find_model
@@ -35,29 +35,12 @@ _PREFETCHES = {
 _GIB = 2**30
 
 
-def _finite(text: str, needed: str, fits: Callable[[float], bool]) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value) or not fits(value):
-        raise argparse.ArgumentTypeError(f"{text}: need {needed}")
-    return value
-
-
 def _number(text: str) -> float:
-    return _finite(text, "a number above 0", lambda value: value > 0)
+    return finite_float(text, "a number > 0", lambda value: value > 0)
 
 
 def _latency(text: str) -> float:
-    needed = "a number of microseconds, 0 or more"
-    return _finite(text, needed, lambda value: value >= 0)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: need a whole number, 1 or more")
-    return int(text)
+    return finite_float(text, "microseconds >= 0", lambda value: value >= 0)
 
 
 def _world_sizes(text: str) -> list[int]:
@@ -204,16 +187,16 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         choices=_DTYPES,
         help="dtype of the shards (default: float32)",
     )
-    add("--batch", type=_count, default=1, help="sequences per rank (default: 1)")
+    add("--batch", type=positive_int, default=1, help="sequences per rank (default: 1)")
     add(
         "--sequence",
-        type=_count,
+        type=positive_int,
         default=2048,
         help="sequence length (default: 2048)",
     )
     add(
         "--micro-batches",
-        type=_count,
+        type=positive_int,
         default=1,
         help="micro-batches per step, accumulated in no_sync() (default: 1)",
     )
@@ -234,7 +217,7 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--offload-keep-last",
-        type=_count,
+        type=positive_int,
         metavar="N",
         default=1,
         help="units whose activations stay on the device (default: 1)",
@@ -274,7 +257,7 @@ def _add_estimates(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--ranks-per-host",
-        type=_count,
+        type=positive_int,
         metavar="N",
         help="ranks of a sharding group per host: collectives use --link-gbps inside "
         "a host and --host-link-gbps between hosts (default: one link for all ranks)",
