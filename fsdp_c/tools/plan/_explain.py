@@ -129,34 +129,31 @@ def explain(model: nn.Module) -> ModelSummary:
 
 def _summary(unit: UnitFacts) -> UnitSummary:
     segments = unit.segments
-    masters = [dtype for dtype, *_ in segments]
-    frozen = [not requires_grad for _, requires_grad, *_ in segments]
-    numels = [segment[3] for segment in segments]
-    shard_numels = [segment[4] for segment in segments]
-    padded_numels = [segment[5] for segment in segments]
-    computes = [_chosen(master, unit.param_dtype) for master in masters]
     return UnitSummary(
         name=unit.name,
         strategy=unit.strategy,
         world_size=1 if unit.shard_group is None else unit.shard_group.size(),
-        master_dtypes=_unique(masters),
-        compute_dtypes=_unique(computes),
+        master_dtypes=_unique(master for master, *_ in segments),
+        compute_dtypes=_unique(
+            _chosen(master, unit.param_dtype) for master, *_ in segments
+        ),
         reduce_dtypes=_unique(
-            _chosen(compute, unit.reduce_dtype)
-            for compute, is_frozen in zip(computes, frozen, strict=True)
-            if not is_frozen
+            _chosen(_chosen(master, unit.param_dtype), unit.reduce_dtype)
+            for master, is_trainable, *_ in segments
+            if is_trainable
         ),
         buffer_dtypes=_unique(
             _chosen(dtype, unit.buffer_dtype)
             for dtype in unit.buffer_dtypes
             if dtype.is_floating_point
         ),
-        numel=sum(numels),
-        frozen_numel=sum(n for n, is_ in zip(numels, frozen, strict=True) if is_),
-        padding_numel=sum(padded_numels) - sum(numels),
+        numel=sum(numel for _, _, _, numel, _, _ in segments),
+        frozen_numel=sum(
+            numel for _, is_trainable, _, numel, _, _ in segments if not is_trainable
+        ),
+        padding_numel=sum(padded - numel for _, _, _, numel, _, padded in segments),
         shard_nbytes=sum(
-            numel * master.itemsize
-            for numel, master in zip(shard_numels, masters, strict=True)
+            shard_numel * master.itemsize for master, *_, shard_numel, _ in segments
         ),
     )
 
