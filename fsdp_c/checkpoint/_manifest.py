@@ -6,7 +6,7 @@ elements that it needs (see :mod:`fsdp_c.checkpoint._holders`) and opens only th
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -185,15 +185,9 @@ class Manifest:
         optim = None
         if self.optim is not None:
             optim = {
-                "name": self.optim.name,
-                "groups": self.optim.groups,
-                "others": self.optim.others,
+                **vars(self.optim),
                 "states": {
-                    name: {
-                        "sharded": state.sharded,
-                        "plain": list(state.plain),
-                        **({"special": list(state.special)} if state.special else {}),
-                    }
+                    name: {k: v for k, v in vars(state).items() if v or k != "special"}
                     for name, state in self.optim.states.items()
                 },
             }
@@ -205,19 +199,19 @@ class Manifest:
                 "versions": self.versions,
                 "world_size": self.world_size,
                 "nbytes": self.nbytes,
-                "shard_groups": [list(ranks) for ranks in groups],
+                "shard_groups": list(groups),
                 "units": [
                     {
                         "name": unit.name,
                         "shard_group": groups[unit.ranks],
-                        "alignment": list(unit.alignment),
-                        "segments": [asdict(segment) for segment in unit.segments],
-                        "params": [asdict(param) for param in unit.params],
+                        "alignment": unit.alignment,
+                        "segments": [vars(segment) for segment in unit.segments],
+                        "params": [vars(param) for param in unit.params],
                         **{flag: getattr(unit, flag) for flag in _FLAGS[version]},
                     }
                     for unit in self.units
                 ],
-                "wholes": [asdict(whole) for whole in self.wholes],
+                "wholes": [vars(whole) for whole in self.wholes],
                 "modules": self.modules,
                 "optim": optim,
                 "scheduler": self.scheduler,

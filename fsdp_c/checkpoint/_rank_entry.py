@@ -1,6 +1,6 @@
 """A rank's entry: which tensors are where in the file that this rank wrote."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -66,7 +66,7 @@ class RankEntry:
                 "nbytes": self.nbytes,
                 "block_nbytes": BLOCK_NBYTES,
                 "checksums": "".join(f"{value:08x}" for value in self.checksums),
-                "pieces": {key: asdict(piece) for key, piece in self.pieces.items()},
+                "pieces": {key: vars(piece) for key, piece in self.pieces.items()},
                 "plain": self.plain,
                 **({"special": self.special} if self.special else {}),
                 "random_states": self.random_states,

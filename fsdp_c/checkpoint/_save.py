@@ -482,9 +482,7 @@ class _Job:
         entry = RankEntry(
             save_id=self.save_id,
             rank=rank,
-            nbytes=written.nbytes,
-            checksums=written.checksums,
-            pieces=written.pieces,
+            **written._asdict(),
             plain=collected.plain,
             special=collected.special,
             random_states=collected.random_states,
