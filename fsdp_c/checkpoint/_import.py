@@ -1,6 +1,5 @@
 """import_safetensors: a set of safetensors files into a wrapped model."""
 
-import json
 import os
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -128,9 +127,9 @@ class _Importing:
         self, problems: list[str]
     ) -> dict[str, tuple[FileReads, FileTensor]]:
         """Return all tensors by name, and where they are."""
-        weight_map = self._weight_map()
+        names, listed = self._find_files()
         places: dict[str, tuple[FileReads, FileTensor]] = {}
-        for name in dict.fromkeys(weight_map.values()):
+        for name in names:
             file = self._files[name] = FileReads(self.folder, name)
             try:
                 with self.folder.open(name) as descriptor:
@@ -142,17 +141,16 @@ class _Importing:
                 if tensor in places:
                     problems.append(f"{tensor!r} is in two files")
                 places[tensor] = file, info
-        if set(weight_map) != {""}:
-            for tensor, name in weight_map.items():
-                file = self._files[name]
-                if file.tensors and tensor not in file.tensors:
-                    problems.append(f"{name} has no {tensor!r}, which {INDEX} lists")
+        for tensor, name in listed.items():
+            file = self._files[name]
+            if file.tensors and tensor not in file.tensors:
+                problems.append(f"{name} has no {tensor!r}, which {INDEX} lists")
         return places
 
-    def _weight_map(self) -> dict[str, str]:
-        """Return the file of each tensor; of a single file under the name ""."""
+    def _find_files(self) -> tuple[list[str], dict[str, str]]:
+        """Return the files' names, and of each tensor its file's if an index has it."""
         if self._single is not None:
-            return {"": self._single}
+            return [self._single], {}
         names = self.folder.names()
         if INDEX in names:
             try:
@@ -167,9 +165,9 @@ class _Importing:
                         f"{INDEX} names {name!r:.200}, which is not a safetensors file "
                         "in this folder"
                     )
-            return weight_map
+            return list(dict.fromkeys(weight_map.values())), weight_map
         if SINGLE in names:
-            return {"": SINGLE}
+            return [SINGLE], {}
         raise CheckpointError(
             f"{self.folder.path} has neither {SINGLE} nor {INDEX}: pass a folder that "
             "fsdp_c.checkpoint.export or save_pretrained wrote, or a file"
@@ -214,6 +212,6 @@ def _aliases(file: FileReads, problems: list[str]) -> dict[str, str]:
     try:
         aliases: dict[str, Any] = _documents.parse_json(text.encode())
         return {alias: string(name, alias) for alias, name in aliases.items()}
-    except (ValueError, json.JSONDecodeError) as error:
+    except ValueError as error:
         problems.append(f"{file.name}: its aliases are damaged: {error}")
         return {}
