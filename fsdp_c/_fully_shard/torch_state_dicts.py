@@ -15,6 +15,7 @@ And what is slow: it gathers full state dicts tensor by tensor.
 
 import functools
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_c._fully_shard.group import group_of, groups_in
 from fsdp_c._fully_shard.rows import part_of
 from fsdp_c._fully_shard.whole_rows import with_whole_rows
-from fsdp_c._state.optim.classes import SpecialStates
+from fsdp_c._state.optim.classes import keeping_classes
 from fsdp_c._torch_compat import checkpoint_state_dict, is_strided, state_dict_utils
 from fsdp_c._units.cuts import as_dtensor
 
@@ -80,11 +81,10 @@ def correct_state_dicts() -> None:
         info = replace(info, flatten_optimizer_state_dict=False)
         for optim in optims if info.handle_optim else ():
             checkpoint._init_optim_state(optim)
-        states = [SpecialStates(optim) for optim in optims]
-        result = load(model, optims, state_dict, info)
-        for each in states:
-            each.restore()
-        return result
+        with ExitStack() as stack:
+            for optim in optims:
+                stack.enter_context(keeping_classes(optim))
+            return load(model, optims, state_dict, info)
 
     @functools.wraps(make_full)
     def make_full_at_once(state_dict: Any, info: Any) -> Any:

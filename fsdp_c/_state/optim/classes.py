@@ -11,7 +11,8 @@ keeps the inner tensors as they are.
 """
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -199,21 +200,17 @@ class StateClasses:
                 state[name] = filled(like, value)
 
 
-class SpecialStates:
-    """The special states of an optimizer, for a load that does not keep classes."""
-
-    def __init__(self, optim: torch.optim.Optimizer) -> None:
-        self._optim = optim
-        self._states = [
-            (param, name, value)
-            for param, state in optim.state.items()
-            for name, value in state.items()
-            if special_tensor(value) is not None
-        ]
-
-    def restore(self) -> None:
-        """Give what was loaded since the classes that the states had."""
-        for param, name, like in self._states:
-            value = self._optim.state[param].get(name)
-            if isinstance(value, Tensor) and special_tensor(value) is None:
-                self._optim.state[param][name] = filled(like, value)
+@contextmanager
+def keeping_classes(optim: torch.optim.Optimizer) -> Iterator[None]:
+    """Give what is loaded meanwhile the classes that the states have."""
+    states = [
+        (param, name, value)
+        for param, state in optim.state.items()
+        for name, value in state.items()
+        if special_tensor(value) is not None
+    ]
+    yield
+    for param, name, like in states:
+        value = optim.state[param].get(name)
+        if isinstance(value, Tensor) and special_tensor(value) is None:
+            optim.state[param][name] = filled(like, value)
