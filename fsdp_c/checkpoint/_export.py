@@ -13,7 +13,6 @@ from fsdp_c.checkpoint._dtypes import dtype_name, dtype_named
 from fsdp_c.checkpoint._errors import CheckpointError
 from fsdp_c.checkpoint._files import (
     Advance,
-    Chunk,
     new_file,
     sync_folder,
     write_all,
@@ -211,14 +210,14 @@ def _write_file(path: Path, tensors: Sequence[_Tensor], advance: Advance) -> Non
         write_all(descriptor, _chunks(header, tensors), lambda _: None, advance)
 
 
-def _chunks(header: bytes, tensors: Sequence[_Tensor]) -> Iterator[Chunk]:
-    yield memoryview(header), header
+def _chunks(header: bytes, tensors: Sequence[_Tensor]) -> Iterator[memoryview]:
+    yield memoryview(header)
     for tensor in tensors:
         for part in tensor.parts:
             saved = dtype_named(part.piece.dtype)
-            for chunk, owner in part.chunks():
+            for chunk in part.chunks():
                 if saved == tensor.dtype:
-                    yield chunk, owner
+                    yield chunk
                 else:
-                    cast = torch.frombuffer(owner, dtype=saved).to(tensor.dtype)
-                    yield bytes_of(cast), cast
+                    values = torch.frombuffer(chunk, dtype=saved)
+                    yield bytes_of(values.to(tensor.dtype))

@@ -45,9 +45,6 @@ def entry_file(rank: int, world_size: int) -> str:
 
 # Write ----------------------------------------------------------------------
 
-Chunk = tuple[memoryview, object]
-"""Bytes, and what owns them."""
-
 
 class FileItem(NamedTuple):
     """A tensor to write: elements ``[begin, begin + numel)`` of a flattened one."""
@@ -93,11 +90,10 @@ def write_items(
     return Written(nbytes, sums.finish(), pieces)
 
 
-def _chunks(header: bytes, items: Sequence[FileItem]) -> Iterator[Chunk]:
-    yield memoryview(header), header
+def _chunks(header: bytes, items: Sequence[FileItem]) -> Iterator[memoryview]:
+    yield memoryview(header)
     for item in items:
-        host = on_host(item.tensor)
-        yield bytes_of(host), host
+        yield bytes_of(on_host(item.tensor))
 
 
 @contextmanager
@@ -110,7 +106,7 @@ def new_file(path: str | Path) -> Iterator[int]:
 
 def write_all(
     descriptor: int,
-    chunks: Iterable[Chunk],
+    chunks: Iterable[memoryview],
     update: Callable[[memoryview], object],
     advance: Advance,
 ) -> int:
@@ -119,22 +115,20 @@ def write_all(
     ``update`` is called with all bytes, in order, before they are written.
     """
     batch: list[memoryview] = []
-    owners: list[object] = []
     batch_nbytes = 0
     nbytes = 0
-    for chunk, owner in chunks:
+    for chunk in chunks:
         for begin in range(0, len(chunk), _WRITE_NBYTES):
             part = chunk[begin : begin + _WRITE_NBYTES]
             update(part)
             batch.append(part)
-            owners.append(owner)
             batch_nbytes += len(part)
             nbytes += len(part)
             if batch_nbytes >= _WRITE_NBYTES or len(batch) == _MAX_BUFFERS:
                 _write_batch(descriptor, batch)
                 _begin_sync(descriptor, nbytes - batch_nbytes, batch_nbytes)
                 advance(batch_nbytes)
-                batch, owners, batch_nbytes = [], [], 0
+                batch, batch_nbytes = [], 0
     _write_batch(descriptor, batch)
     advance(batch_nbytes)
     return nbytes

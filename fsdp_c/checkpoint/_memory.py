@@ -1,13 +1,14 @@
 """The bytes of tensors, without copies."""
 
 import ctypes
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor; keep the tensor meanwhile.
+    """Return the memory of a contiguous CPU tensor, which it keeps.
 
     Raises:
         ValueError: It is a subclass that wraps other tensors.
@@ -21,7 +22,8 @@ def bytes_of(tensor: Tensor) -> memoryview:
     if address == 0:
         kind = type(tensor).__name__
         raise ValueError(f"a {kind} has no memory of its own: pass a plain tensor")
-    array = (ctypes.c_ubyte * nbytes).from_address(address)
+    array: Any = (ctypes.c_ubyte * nbytes).from_address(address)
+    array.owner = tensor
     return memoryview(array).cast("B")
 
 

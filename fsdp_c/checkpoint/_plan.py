@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fsdp_c.checkpoint._dtypes import dtype_name, dtype_named
-from fsdp_c.checkpoint._files import Chunk
 from fsdp_c.checkpoint._holders import Held
 from fsdp_c.checkpoint._manifest import ParamSpec, WholeSpec
 from fsdp_c.checkpoint._plain import tensor_keys
@@ -108,7 +107,7 @@ class Part(NamedTuple):
         itemsize = dtype_named(self.piece.dtype).itemsize
         return self.piece.offset + (element - self.piece.begin) * itemsize
 
-    def chunks(self) -> Iterator[Chunk]:
+    def chunks(self) -> Iterator[memoryview]:
         """Yield the bytes of the elements, in whole elements."""
         begin, end = self.byte(self.begin), self.byte(self.end)
         return self.rank.reads.chunks(begin, end)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fsdp_c.checkpoint._errors import CheckpointError
-from fsdp_c.checkpoint._files import Advance, Chunk, Folder, read_into
+from fsdp_c.checkpoint._files import Advance, Folder, read_into
 from fsdp_c.checkpoint._memory import bytes_of, is_direct
 from fsdp_c.checkpoint._safetensors import FileTensor, read_header
 
@@ -98,13 +98,13 @@ class FileReads:
                     _read_through(descriptor, read)
                 advance(read.end - read.begin)
 
-    def chunks(self, begin: int, end: int) -> Iterator[Chunk]:
+    def chunks(self, begin: int, end: int) -> Iterator[memoryview]:
         """Yield bytes ``[begin, end)`` in chunks of new memory, of whole elements."""
         with self.unchanged() as descriptor:
             for offset in range(begin, end, _CHUNK_NBYTES):
-                data = bytearray(min(_CHUNK_NBYTES, end - offset))
-                read_into(descriptor, offset, memoryview(data))
-                yield memoryview(data), data
+                data = memoryview(bytearray(min(_CHUNK_NBYTES, end - offset)))
+                read_into(descriptor, offset, data)
+                yield data
 
 
 def _read_through(descriptor: int, read: Read) -> None:
