@@ -1,6 +1,5 @@
 """The optimizer's part of a load: states by name, into whatever form it needs."""
 
-import copy
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from fsdp_c._fully_shard.row_parts import parts_in
 from fsdp_c._state.optim.classes import (
     StateClasses,
+    copy_of,
     describe_state,
     optimizer_name,
     steps_wholes,
@@ -289,17 +289,7 @@ class OptimLoad:
             is not torch.optim.Optimizer.load_state_dict
         ):
             return  # it may hold another one inside
-        trial = copy.copy(self._optim)
-        trial.__dict__.update(
-            {
-                name: value.copy()
-                for name, value in vars(trial).items()
-                if isinstance(value, (dict, list))
-            }
-        )
-        for name, value in vars(trial).items():
-            if name.endswith("_hooks"):
-                value.clear()
+        trial = copy_of(self._optim)
         trial_dict["state"] = {
             key: {n: _without_memory(v) for n, v in each.items()}
             for key, each in trial_dict["state"].items()

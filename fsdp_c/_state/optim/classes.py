@@ -129,6 +129,18 @@ def rewrapped(like: Tensor, local: Tensor) -> Tensor:
     return as_dtensor(local, like.shape, like.device_mesh, tuple(like.placements))
 
 
+def copy_of(optim: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return a copy of an optimizer, with the same parameters and no hooks."""
+    other = object.__new__(type(optim))
+    for name, value in vars(optim).items():
+        if name.endswith("_hooks"):
+            vars(other)[name] = OrderedDict()
+        elif name != "step":  # a learning rate scheduler's, which counts
+            is_shared = not isinstance(value, (dict, list))
+            vars(other)[name] = value if is_shared else value.copy()
+    return other
+
+
 def first_state(optim: torch.optim.Optimizer, param: nn.Parameter) -> dict[str, Any]:
     """Return the state that the first step of ``optim`` makes for ``param``.
 
@@ -144,14 +156,7 @@ def first_state(optim: torch.optim.Optimizer, param: nn.Parameter) -> dict[str, 
         for group in optim.param_groups
         if any(each is param for each in group["params"])
     )
-    other = object.__new__(type(optim))
-    vars(other).update(
-        {
-            name: OrderedDict() if name.endswith("_hooks") else value
-            for name, value in vars(optim).items()
-            if name != "step"  # a learning rate scheduler's, which counts
-        }
-    )
+    other = copy_of(optim)
     other.param_groups = [{**group, "params": [stand_in]}]
     other.state = defaultdict(dict)
     try:
