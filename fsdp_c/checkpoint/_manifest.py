@@ -16,17 +16,8 @@ from fsdp_c.checkpoint._fields import MAX_NUMEL, Fields, anything, integer, stri
 
 MANIFEST = "manifest.json"
 FORMAT = "fsdp_c.checkpoint"
-VERSION = 1
-# Some units are by rows; each says whether it is.
-VERSION_WITH_ROWS = 2
-# Some are placed; each says this, too.
-VERSION_WITH_PLACED = 3
-# By version: what each unit says.
-_FLAGS: dict[int, tuple[str, ...]] = {
-    VERSION: (),
-    VERSION_WITH_ROWS: ("by_rows",),
-    VERSION_WITH_PLACED: ("by_rows", "is_placed"),
-}
+# In version n of the format each unit has the first n - 1 of these.
+_FLAGS: tuple[str, ...] = ("by_rows", "is_placed")
 MAX_RANKS = 1 << 20
 
 _T = TypeVar("_T")
@@ -172,13 +163,9 @@ class Manifest:
 
     def dump(self) -> bytes:
         """Return the manifest as a document."""
-        needed = {
-            flag
-            for unit in self.units
-            for flag in _FLAGS[VERSION_WITH_PLACED]
-            if getattr(unit, flag)
-        }
-        version = min(v for v, flags in _FLAGS.items() if needed <= set(flags))
+        flags = _FLAGS
+        while flags and not any(getattr(unit, flags[-1]) for unit in self.units):
+            flags = flags[:-1]
         groups: dict[tuple[int, ...], int] = {}
         for unit in self.units:
             groups.setdefault(unit.ranks, len(groups))
@@ -194,7 +181,7 @@ class Manifest:
         return _documents.dump(
             {
                 "format": FORMAT,
-                "version": version,
+                "version": 1 + len(flags),
                 "save_id": self.save_id,
                 "versions": self.versions,
                 "world_size": self.world_size,
@@ -207,7 +194,7 @@ class Manifest:
                         "alignment": unit.alignment,
                         "segments": [vars(segment) for segment in unit.segments],
                         "params": [vars(param) for param in unit.params],
-                        **{flag: getattr(unit, flag) for flag in _FLAGS[version]},
+                        **{flag: getattr(unit, flag) for flag in flags},
                     }
                     for unit in self.units
                 ],
@@ -232,10 +219,10 @@ def parse_manifest(data: bytes) -> Manifest:
     if top.string("format") != FORMAT:
         raise ValueError("it is not a manifest of fsdp_c.checkpoint")
     version = top.integer("version")
-    if version not in _FLAGS:
+    if not 1 <= version <= 1 + len(_FLAGS):
         raise ValueError(
-            f"its format has version {version}; this fsdp_c reads {VERSION} to "
-            f"{VERSION_WITH_PLACED}"
+            f"its format has version {version}; this fsdp_c reads 1 to "
+            f"{1 + len(_FLAGS)}"
         )
     world_size = top.integer("world_size", 1, MAX_RANKS)
 
@@ -247,16 +234,12 @@ def parse_manifest(data: bytes) -> Manifest:
             raise ValueError(f"{where} names a rank twice")
         return found
 
-    groups = top.items("shard_groups", ranks)
+    groups, flags = top.items("shard_groups", ranks), _FLAGS[: version - 1]
     optim = top.any("optim")
     manifest = Manifest(
         save_id=_save_id(top.string("save_id")),
         world_size=world_size,
-        units=tuple(
-            top.items(
-                "units", lambda v, where: _unit(v, where, groups, _FLAGS[version])
-            )
-        ),
+        units=tuple(top.items("units", partial(_unit, groups, flags))),
         wholes=tuple(top.items("wholes", partial(_record, WholeSpec))),
         modules=top.members("modules", anything),
         optim=None if optim is None else _record(OptimSpec, optim, "manifest.optim"),
@@ -302,7 +285,7 @@ def _record(cls: type[_T], value: Any, where: str) -> _T:
 
 
 def _unit(
-    value: Any, where: str, groups: list[tuple[int, ...]], flags: tuple[str, ...]
+    groups: list[tuple[int, ...]], flags: tuple[str, ...], value: Any, where: str
 ) -> UnitSpec:
     members = Fields(value, where)
     alignment = members.any("alignment")
