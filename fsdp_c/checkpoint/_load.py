@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from fsdp_c._fully_shard.group import groups_in
@@ -162,17 +162,15 @@ class _Loading:
             )
         plain = self._plain_values(with_random_states)
         for rank, value in plain.values():
-            if rank is not None:
-                for key in tensor_keys(value):
-                    rank.want_tensor(key)
+            for key in tensor_keys(value):
+                rank.want_tensor(key)
         with progress_bar("checking", source.nbytes, is_on) as advance:
             problems = source.check(advance)
         if problems:
             return problems
         for name, (rank, value) in plain.items():
-            get_tensor = _no_tensor if rank is None else rank.tensor
             try:
-                self._decoded[name] = decode(value, get_tensor)
+                self._decoded[name] = decode(value, rank.tensor)
                 self._check_decoded(name)
             except ValueError as error:
                 problems.append(f"{name}: {error}")
@@ -185,24 +183,28 @@ class _Loading:
 
     def _plain_values(
         self, with_random_states: bool
-    ) -> dict[str, tuple[RankSource | None, Any]]:
-        """Return encoded values by name, each with the rank that has its tensors."""
+    ) -> dict[str, tuple[RankSource, Any]]:
+        """Return encoded values by name, each with the rank that has its tensors.
+
+        There are none of a rank whose entry is damaged, which is a problem already.
+        """
         manifest, source = self._source.manifest, self._source
-        values: dict[str, tuple[RankSource | None, Any]] = {}
-        first = source.rank(0)
         modules = {
             key: value
             for key, value in manifest.modules.items()
             if key in self._contents.stateful
         }
-        for name, value in (("extra", manifest.extra), ("modules", modules)):
-            values[name] = (first, value)
+        of_first = {"extra": manifest.extra, "modules": modules}
         if self._scheduler is not None:
             if manifest.scheduler is None:
                 source.problems.append(
                     "it has no scheduler: load without scheduler, or save with it"
                 )
-            values["scheduler"] = (first, manifest.scheduler)
+            of_first["scheduler"] = manifest.scheduler
+        values: dict[str, tuple[RankSource, Any]] = {}
+        first = source.rank(0)
+        if first is not None:
+            values.update((name, (first, value)) for name, value in of_first.items())
         if self._is_same_size and (
             manifest.has_rank_extra
             or (with_random_states and manifest.has_random_states)
@@ -243,10 +245,6 @@ class _Loading:
             world_size=self._source.manifest.world_size,
             random_states="random states" in self._decoded,
         )
-
-
-def _no_tensor(key: str) -> Tensor:
-    raise ValueError(f"tensor {key!r:.80} cannot be read")
 
 
 def _check_scheduler(scheduler: Any, state: Any) -> None:
