@@ -133,7 +133,7 @@ def _find_tensors(source: Source, dtype: torch.dtype | None) -> list[_Tensor]:
         what = repr(spec.name)
         parts = find_parts(source, what, spec, (0, spec.numel))
         for part in parts:
-            part.rank.want(part.byte(part.begin), part.byte(part.end), what)
+            part.rank.want(*part.bytes, what)
         saved = dtype_named(spec.dtype)
         wanted = dtype if dtype and saved.is_floating_point else saved
         tensors.append(_Tensor(spec, wanted, parts))

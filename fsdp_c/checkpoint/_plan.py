@@ -102,22 +102,22 @@ class Part(NamedTuple):
     begin: int
     end: int
 
-    def byte(self, element: int) -> int:
-        """Return the place of an element in the file."""
+    @property
+    def bytes(self) -> tuple[int, int]:
+        """The bytes ``[begin, end)`` of the elements in the file."""
         itemsize = dtype_named(self.piece.dtype).itemsize
-        return self.piece.offset + (element - self.piece.begin) * itemsize
+        first = self.piece.offset - self.piece.begin * itemsize
+        return first + self.begin * itemsize, first + self.end * itemsize
 
     def chunks(self) -> Iterator[memoryview]:
         """Yield the bytes of the elements, in whole elements."""
-        begin, end = self.byte(self.begin), self.byte(self.end)
-        return self.rank.reads.chunks(begin, end)
+        return self.rank.reads.chunks(*self.bytes)
 
     def plan_read(self, what: str, first: int, values: Tensor) -> None:
         """Plan to read the elements into ``values``, those from ``first`` on."""
-        begin, end = self.byte(self.begin), self.byte(self.end)
         target = values[self.begin - first : self.end - first]
         dtype = dtype_named(self.piece.dtype)
-        self.rank.reads.reads.append(Read(what, begin, end, dtype, target))
+        self.rank.reads.reads.append(Read(what, *self.bytes, dtype, target))
 
 
 def find_ranks(
