@@ -27,26 +27,19 @@ from fsdp_c.checkpoint._special import make_record
 
 @dataclass
 class Collected:
-    """What one rank saves.
+    """What one rank saves."""
 
-    Attributes:
-        items: Its tensors; views of the model's and the optimizer's own.
-        plain: Encoded optimizer state that is not element-wise, by parameter.
-        states: What the optimizer holds for the parameters of ``items``.
-        random_states: Encoded.
-        rank_extra: Encoded.
-        special: Records of tensors of classes of their own, by key.
-        manifest: Of rank 0 only; its states are those of rank 0.
-        units: How the units are sharded.
-    """
-
+    # Its tensors; views of the model's and the optimizer's own.
     items: list[FileItem] = field(default_factory=list)
+    # Encoded optimizer state that is not element-wise, by parameter.
     plain: dict[str, Any] = field(default_factory=dict)
+    # What the optimizer holds for the parameters of `items`.
     states: dict[str, StateSpec] = field(default_factory=dict)
-    random_states: Any = None
-    rank_extra: Any = None
+    random_states: Any = None  # encoded
+    rank_extra: Any = None  # encoded
+    # Records of tensors of classes of their own, by key.
     special: dict[str, Any] = field(default_factory=dict)
-    manifest: Manifest | None = None
+    manifest: Manifest | None = None  # of rank 0 only; its states are those of rank 0
     units: tuple[UnitSpec, ...] = ()
 
     def put_tensor(self, tensor: Tensor) -> str:

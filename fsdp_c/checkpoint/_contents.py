@@ -31,18 +31,12 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Contents:
-    """A model: its parameters, buffers, and the extra state of its modules.
-
-    Attributes:
-        model: The model.
-        places: All parameters, with this rank's parts.
-        buffers: All persistent buffers.
-        stateful: Modules that have an extra state of their own, by its key.
-    """
+    """A model: its parameters, buffers, and the extra state of its modules."""
 
     model: nn.Module
-    places: dict[str, ParamPart]
-    buffers: tuple[Buffer, ...]
+    places: dict[str, ParamPart]  # all parameters, with this rank's parts
+    buffers: tuple[Buffer, ...]  # all persistent ones
+    # Modules that have an extra state of their own, by its key.
     stateful: dict[str, nn.Module]
 
     def wholes(self) -> tuple[WholeSpec, ...]:

@@ -25,25 +25,15 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One parameter of a unit.
+    """One parameter of a unit."""
 
-    Attributes:
-        name: Of its first use, in the unwrapped model.
-        aliases: Names of its other uses.
-        shape: Of the whole parameter.
-        dtype: Name of its master dtype.
-        requires_grad: Whether it trains.
-        segment: The segment that it is in.
-        offset: Its first element in the segment.
-    """
-
-    name: str
-    aliases: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: str
-    requires_grad: bool
-    segment: int
-    offset: int
+    name: str  # of its first use, in the unwrapped model
+    aliases: tuple[str, ...]  # names of its other uses
+    shape: tuple[int, ...]  # of the whole parameter
+    dtype: str  # name of its master dtype
+    requires_grad: bool  # whether it trains
+    segment: int  # that it is in
+    offset: int  # of its first element in the segment
 
     @property
     def numel(self) -> int:
@@ -62,26 +52,17 @@ class SegmentSpec:
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """How one unit was sharded.
+    """How one unit was sharded."""
 
-    Attributes:
-        name: Of the wrapped module in the unwrapped model; empty for the root.
-        ranks: The ranks of the checkpoint that hold its shards, in shard order.
-        alignment: (itemsize, align_params, align_shards) of its layout.
-        segments: Its segments.
-        params: Its parameters, in the unit's order.
-        by_rows: Whether each parameter is a segment, of which a rank holds the rows
-            that torch.chunk gives it.
-        is_placed: Whether its parameters lie in an order of their own, as they say:
-            blocks were kept whole.
-    """
-
-    name: str
+    name: str  # of the wrapped module in the unwrapped model; empty for the root
+    # The ranks of the checkpoint that hold its shards, in shard order.
     ranks: tuple[int, ...]
-    alignment: tuple[int, bool, bool]
+    alignment: tuple[int, bool, bool]  # itemsize, align_params, align_shards
     segments: tuple[SegmentSpec, ...]
-    params: tuple[ParamSpec, ...]
+    params: tuple[ParamSpec, ...]  # in the unit's order
+    # Each parameter is a segment, of which a rank has the rows of torch.chunk.
     by_rows: bool = False
+    # Blocks were kept whole: its parameters lie where they say.
     is_placed: bool = False
 
 
@@ -103,35 +84,23 @@ class WholeSpec:
 
 @dataclass(frozen=True)
 class StateSpec:
-    """What an optimizer holds for one parameter.
+    """What an optimizer holds for one parameter."""
 
-    Attributes:
-        sharded: Dtype names of its element-wise state, by key.
-        plain: Keys of the other state.
-        special: Keys of the element-wise state that had a class of its own on some
-            rank; see fsdp_c.checkpoint._special.
-    """
-
-    sharded: dict[str, str]
-    plain: tuple[str, ...]
+    sharded: dict[str, str]  # dtype names of its element-wise state, by key
+    plain: tuple[str, ...]  # keys of the other state
+    # Keys of the element-wise state that had a class of its own on some rank; see
+    # fsdp_c.checkpoint._special.
     special: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class OptimSpec:
-    """An optimizer.
+    """An optimizer."""
 
-    Attributes:
-        name: Of its class.
-        groups: Encoded; parameters by name.
-        others: Encoded; state that belongs to no parameter.
-        states: By parameter.
-    """
-
-    name: str
-    groups: list[Any]
-    others: Any
-    states: dict[str, StateSpec]
+    name: str  # of its class
+    groups: list[Any]  # encoded; parameters by name
+    others: Any  # encoded; state that belongs to no parameter
+    states: dict[str, StateSpec]  # by parameter
 
 
 @dataclass(frozen=True)
@@ -142,18 +111,15 @@ class Manifest:
     world_size: int
     units: tuple[UnitSpec, ...]
     wholes: tuple[WholeSpec, ...]
+    # Encoded extra state of modules, by key in the state dict.
     modules: dict[str, Any] = field(default_factory=dict)
-    """Encoded extra state of modules, by key in the state dict."""
     optim: OptimSpec | None = None
-    scheduler: Any = None
-    """Encoded; None if there was none."""
-    extra: Any = None
-    """Encoded."""
+    scheduler: Any = None  # encoded; None if there was none
+    extra: Any = None  # encoded
     has_random_states: bool = False
     has_rank_extra: bool = False
     versions: dict[str, str] = field(default_factory=dict)
-    nbytes: int = 0
-    """Of all rank files."""
+    nbytes: int = 0  # of all rank files
 
     def tensors(self) -> Iterator[ParamSpec | WholeSpec]:
         """Yield the parameters of all units, then what rank 0 saved whole."""

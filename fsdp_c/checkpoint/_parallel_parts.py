@@ -26,14 +26,10 @@ from fsdp_c.checkpoint._ranks import Ranks
 
 @dataclass(frozen=True, eq=False)
 class ParallelRows(Rows):
-    """Rows of a parameter of such a unit.
-
-    Attributes:
-        held: What this rank has of it in its unit.
-    """
+    """Rows of a parameter of such a unit."""
 
     owner: ShardedModule
-    held: ParamPart
+    held: ParamPart  # what this rank has of it in its unit
 
     @property
     def communicates(self) -> bool:

@@ -17,23 +17,14 @@ from fsdp_c.checkpoint._source import RankSource, Source
 
 @dataclass
 class Target:
-    """Elements ``[begin, end)`` of a flattened tensor, and where they go.
+    """Elements ``[begin, end)`` of a flattened tensor, and where they go."""
 
-    Attributes:
-        what: Its name in messages.
-        names: All its names in the model.
-        shape: Of the whole tensor.
-        begin: First element.
-        end: One past the last element.
-        tensor: 1-D, ``end - begin`` elements.
-    """
-
-    what: str
-    names: tuple[str, ...]
-    shape: tuple[int, ...]
+    what: str  # its name in messages
+    names: tuple[str, ...]  # all its names in the model
+    shape: tuple[int, ...]  # of the whole tensor
     begin: int
     end: int
-    tensor: Tensor
+    tensor: Tensor  # 1-D
 
     def misfits(
         self, shape: tuple[int, ...], dtype: str | None, where: str, remedy: str = ""

@@ -15,19 +15,12 @@ FORMAT = "fsdp_c.checkpoint.rank"
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements ``[begin, end)`` of a flattened tensor, in one file.
+    """Elements ``[begin, end)`` of a flattened tensor, in one file."""
 
-    Attributes:
-        dtype: Its name.
-        begin: First element.
-        end: One past the last element.
-        offset: First byte, from the start of the file.
-    """
-
-    dtype: str
+    dtype: str  # its name
     begin: int
     end: int
-    offset: int
+    offset: int  # of its first byte in the file
 
     @property
     def nbytes(self) -> int:
@@ -41,20 +34,15 @@ class RankEntry:
 
     save_id: str
     rank: int
-    nbytes: int
-    """Of the file."""
-    checksums: list[int]
-    """CRC-32C of the file's blocks."""
-    pieces: dict[str, Piece]
-    """By key in the safetensors file."""
+    nbytes: int  # of the file
+    checksums: list[int]  # CRC-32C of the file's blocks
+    pieces: dict[str, Piece]  # by key in the safetensors file
+    # Encoded optimizer state that is not element-wise, by parameter.
     plain: dict[str, Any] = field(default_factory=dict)
-    """Encoded optimizer state that is not element-wise, by parameter."""
+    # Records of tensors of classes of their own, by the keys that pieces have.
     special: dict[str, Any] = field(default_factory=dict)
-    """Records of tensors of classes of their own, by the keys that pieces have."""
-    random_states: Any = None
-    """Encoded."""
-    rank_extra: Any = None
-    """Encoded."""
+    random_states: Any = None  # encoded
+    rank_extra: Any = None  # encoded
 
     def dump(self) -> bytes:
         """Return the entry as a document."""

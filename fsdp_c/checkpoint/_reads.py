@@ -17,21 +17,13 @@ _CHUNK_NBYTES = 8 << 20
 
 
 class Read(NamedTuple):
-    """Bytes ``[begin, end)`` of a file, elements of one dtype.
+    """Bytes ``[begin, end)`` of a file, elements of one dtype."""
 
-    Attributes:
-        what: Their name in messages.
-        begin: First byte.
-        end: One past the last byte.
-        dtype: Of the elements in the file.
-        target: 1-D, of as many elements; of another dtype they are cast.
-    """
-
-    what: str
+    what: str  # their name in messages
     begin: int
     end: int
-    dtype: torch.dtype
-    target: Tensor
+    dtype: torch.dtype  # of the elements in the file
+    target: Tensor  # 1-D, of as many elements; of another dtype they are cast
 
 
 class FileReads:

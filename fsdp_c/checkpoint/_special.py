@@ -164,24 +164,16 @@ def find_saved(
 
 @dataclass
 class SpecialState:
-    """One state that some rank saved in a class of its own.
+    """One state that some rank saved in a class of its own."""
 
-    Attributes:
-        name: Of the state.
-        part: Of the parameter, on this rank.
-        values: 1-D, what was saved as values; without memory if nothing was.
-        saved: By the ranks that hold elements of the part.
-        result: What the optimizer gets; None until :meth:`prepare`, or if it gets
-            ``values``, of the class of ``like``.
-        like: A state of the optimizer's own, if it is special.
-    """
-
-    name: str
-    part: ParamPart
-    values: Tensor
-    saved: list[Saved]
+    name: str  # of the state
+    part: ParamPart  # of the parameter, on this rank
+    values: Tensor  # 1-D, what was saved as values; without memory if nothing was
+    saved: list[Saved]  # by the ranks that hold elements of the part
+    # What the optimizer gets; None until prepare(), or if it gets `values`, of the
+    # class of `like`.
     result: Tensor | None = None
-    like: Tensor | None = None
+    like: Tensor | None = None  # a state of the optimizer's own, if it is special
 
     @staticmethod
     def plan(
@@ -292,15 +284,10 @@ def _cut(like: Tensor, tensors: dict[Held, Tensor], part: ParamPart) -> Tensor |
 
 @dataclass
 class SpecialTarget(Target):
-    """A parameter of a class that has no values: only its own tensors can be loaded.
+    """A parameter of a class that has no values: only its own tensors can be loaded."""
 
-    Attributes:
-        local: What this rank has of it.
-        saved: What it gets, once that is planned.
-    """
-
-    local: Tensor
-    saved: Saved | None = None
+    local: Tensor  # what this rank has of it
+    saved: Saved | None = None  # what it gets, once that is planned
 
     def plan(self, source: Source, spec: ParamSpec | WholeSpec) -> None:
         """Plan to check its record; problems go to the source."""

@@ -13,31 +13,18 @@ _HEAD_WIDTH = 64
 
 @dataclass(frozen=True)
 class Workload:
-    """One measurement.
+    """One measurement."""
 
-    Attributes:
-        device: "cuda" or "cpu".
-        num_ranks: Processes; on GPUs one each.
-        width: Of the transformer, a multiple of 64 or below it.
-        num_layers: Its blocks, a unit each.
-        vocabulary: Tokens that it knows.
-        batch: Sequences per rank.
-        length: Tokens of a sequence.
-        dtype: Of forward, backward and reductions; parameters are in float32.
-        recomputes: Whether blocks are checkpointed.
-        seconds: To train, warm-up not included, for one process.
-    """
-
-    device: str
-    num_ranks: int
-    width: int
-    num_layers: int
-    vocabulary: int
-    batch: int
-    length: int
-    dtype: str
-    recomputes: bool
-    seconds: float
+    device: str  # "cuda" or "cpu"
+    num_ranks: int  # processes; on GPUs one each
+    width: int  # of the transformer, a multiple of 64 or below it
+    num_layers: int  # its blocks, a unit each
+    vocabulary: int  # tokens that it knows
+    batch: int  # sequences per rank
+    length: int  # tokens of a sequence
+    dtype: str  # of forward, backward and reductions; parameters are in float32
+    recomputes: bool  # whether blocks are checkpointed
+    seconds: float  # to train, warm-up not included, for one process
 
     def to_json(self) -> str:
         """Return it as text for a worker."""

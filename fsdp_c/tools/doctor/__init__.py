@@ -34,8 +34,7 @@ class Row:
     name: str
     value: str
     level: Level = "ok"
-    remedy: str = ""
-    """What to do, where something is not as it should be."""
+    remedy: str = ""  # what to do, where something is not as it should be
 
 
 def _accelerator_type() -> str:

@@ -27,28 +27,18 @@ def plain_tensor(tensor: Tensor) -> Tensor:
 
 
 class Change(NamedTuple):
-    """What happened to the bytes since the last one was taken.
+    """What happened to the bytes since the last one was taken."""
 
-    Attributes:
-        nbytes: Held now beyond what was held at its beginning; negative: fewer.
-        peak_nbytes: The most that was held beyond it meanwhile, >= 0.
-    """
-
-    nbytes: int = 0
-    peak_nbytes: int = 0
+    nbytes: int = 0  # held now beyond what was held at its beginning; negative: fewer
+    peak_nbytes: int = 0  # the most that was held beyond it meanwhile, >= 0
 
 
 @dataclass
 class Storage:
-    """A storage that is alive.
+    """A storage that is alive."""
 
-    Attributes:
-        nbytes: That it counts.
-        saved_by: Whatever its user knows it by, once autograd saved it.
-    """
-
-    nbytes: int
-    saved_by: int | None = None
+    nbytes: int  # that it counts
+    saved_by: int | None = None  # whatever its user knows it by, once autograd saved it
 
 
 class Ledger:

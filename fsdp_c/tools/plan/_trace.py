@@ -25,45 +25,31 @@ class Entry(NamedTuple):
 
     In backward "leave" says that the outputs of a module have their gradients, "enter"
     that its inputs have theirs, and "use" that a parameter has its own.
-
-    Attributes:
-        kind: What it is.
-        name: Of a module, or of a parameter.
-        flops: Of work.
-        change: Of work and use: of what activations hold.
-        saved: Of work in forward: bytes of each storage that autograd saves in it, but
-            for the inputs'.
-        reads: Of work in backward: the entry of forward that saved what it needs first
-            from here on. None: there is none.
-        requires_grad: Of leave in forward: the outputs do.
     """
 
     kind: Literal["enter", "use", "work", "leave"]
-    name: str = ""
-    flops: int = 0
-    change: Change = Change()
+    name: str = ""  # of a module, or of a parameter
+    flops: int = 0  # of work
+    change: Change = Change()  # of work and use: of what activations hold
+    # Of work in forward: bytes of each storage that autograd saves in it, but for the
+    # inputs'.
     saved: tuple[int, ...] = ()
+    # Of work in backward: the entry of forward that saved what it needs first from here
+    # on. None: there is none.
     reads: int | None = None
-    requires_grad: bool = False
+    requires_grad: bool = False  # of leave in forward: the outputs do
 
 
 @dataclass(frozen=True)
 class StepTrace:
-    """A forward and a backward.
-
-    Attributes:
-        forward, backward: Entries in the order of execution.
-        num_tokens: Elements of the first integer input, or batch times sequence.
-        no_forward: Why forward did not run on meta, and activations are not known;
-            empty if it did.
-        no_backward: Likewise, why backward is forward in reverse.
-    """
+    """A forward and a backward, in the order of execution."""
 
     forward: tuple[Entry, ...] = ()
     backward: tuple[Entry, ...] = ()
-    num_tokens: int = 0
+    num_tokens: int = 0  # elements of the first integer input, or batch times sequence
+    # Why forward did not run on meta, and activations are not known; empty if it did.
     no_forward: str = ""
-    no_backward: str = ""
+    no_backward: str = ""  # likewise, why backward is forward in reverse
 
     @property
     def flops(self) -> int:

@@ -83,21 +83,13 @@ class SegmentDtypes(NamedTuple):
 
 
 class PlacedUnit(NamedTuple):
-    """A unit on ranks.
-
-    Attributes:
-        unit: It.
-        layout: Over the ranks that shard it.
-        dtypes: Of each segment.
-        replicas: How many ranks have each shard.
-        offloads: Whether shards are in host memory, and the device computes.
-    """
+    """A unit on ranks."""
 
     unit: PlannedUnit
-    layout: Layout
-    dtypes: list[SegmentDtypes]
-    replicas: int
-    offloads: bool
+    layout: Layout  # over the ranks that shard it
+    dtypes: list[SegmentDtypes]  # of each segment
+    replicas: int  # how many ranks have each shard
+    offloads: bool  # whether shards are in host memory, and the device computes
 
 
 _NONE: Any = None  # what is planned has no native unit

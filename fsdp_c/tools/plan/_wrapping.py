@@ -20,15 +20,10 @@ _SIZE = "size:"
 
 @dataclass(frozen=True)
 class Wrapping:
-    """A policy, in words.
+    """A policy, in words."""
 
-    Attributes:
-        text: As for ``--wrap``.
-        why: Why these modules.
-    """
-
-    text: str
-    why: str = ""
+    text: str  # as for --wrap
+    why: str = ""  # why these modules
 
     @property
     def classes(self) -> tuple[str, ...]:
