@@ -23,30 +23,26 @@ def smallest(rounds: Sequence[Mapping[str, Any]], key: str) -> float:
 
 def table(workload: Workload, results: Rounds) -> str:
     """Return a markdown table; a figure is the smallest of its rounds' medians."""
-    on_gpu = workload.device == "cuda"
-    headers = ["", "step (ms)", "to the first", "slowest round (ms)"]
-    headers += ["tokens per second", "host (ms)" if on_gpu else "", "peak (MiB)"]
     tokens = workload.num_ranks * workload.batch * workload.length
     first = smallest(next(iter(results.values())), "step_ms")
     rows = []
     for name, rounds in results.items():
         step_ms = smallest(rounds, "step_ms")
-        rows.append(
-            [
-                name,
-                f"{step_ms:.2f}",
-                f"{step_ms / first:.2f}x",
-                f"{max(float(each['step_ms']) for each in rounds):.2f}",
-                f"{tokens / step_ms * 1e3:,.0f}",
-                f"{smallest(rounds, 'host_ms'):.2f}" if on_gpu else "",
-                f"{smallest(rounds, 'peak_nbytes') / _MIB:,.0f}",
-            ]
-        )
-    columns = [index for index, header in enumerate(headers) if header or index == 0]
-    lines = [headers, ["---"] + ["--:"] * (len(headers) - 1), *rows]
-    return "\n".join(
-        f"| {' | '.join(line[index] for index in columns)} |" for line in lines
-    )
+        row = {
+            "": name,
+            "step (ms)": f"{step_ms:.2f}",
+            "to the first": f"{step_ms / first:.2f}x",
+            "slowest round (ms)": f"{max(float(r['step_ms']) for r in rounds):.2f}",
+            "tokens per second": f"{tokens / step_ms * 1e3:,.0f}",
+        }
+        if workload.device == "cuda":
+            row["host (ms)"] = f"{smallest(rounds, 'host_ms'):.2f}"
+        row["peak (MiB)"] = f"{smallest(rounds, 'peak_nbytes') / _MIB:,.0f}"
+        rows.append(row)
+    headers = list(rows[0])
+    lines = [headers, ["---"] + ["--:"] * (len(headers) - 1)]
+    lines += [list(row.values()) for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def differences(workload: Workload, results: Rounds) -> list[str]:
