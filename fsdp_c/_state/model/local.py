@@ -126,6 +126,6 @@ def load_local(module: ShardedModule, values: Mapping[str, ShardedTensor]) -> No
     for segment in _segments_of(module):
         value = values.get(segment.name)
         local = None if value is None else local_part(value)
-        for part, offset in segment.parts if local is not None else ():
-            assert local is not None
-            part.home.values().copy_(local[offset : offset + part.part_numel])
+        if local is not None:
+            for part, offset in segment.parts:
+                part.home.values().copy_(local[offset : offset + part.part_numel])

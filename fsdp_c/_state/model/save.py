@@ -278,11 +278,11 @@ def _save_unit(
         )
         if is_summoned and form.is_wanted:
             _replace_params(module, target, prefix, form, tree)
-    for name, use in tree.named_uses(module) if values else ():
-        key = prefix + name
-        if key in target:
-            assert values is not None
-            target[key] = _like(target[key], values[use.slot])
+    if values:
+        for name, use in tree.named_uses(module):
+            key = prefix + name
+            if key in target:
+                target[key] = _like(target[key], values[use.slot])
     if form.is_wanted:
         _convert_rest(module, target, prefix, offload_to_cpu=form.offload_to_cpu)
     local_metadata = {"version": module._version}
