@@ -8,13 +8,13 @@ from torch import Tensor, nn
 
 from fsdp_c import _native
 from fsdp_c._fully_shard.group import Group, groups_in
-from fsdp_c._fully_shard.row_parts import Rows, is_in_unit, parts_in
+from fsdp_c._fully_shard.row_parts import Rows, is_in_unit
 from fsdp_c._state.parts import ParamPart
 from fsdp_c._units.base import ShardedModule, sharded_modules
 from fsdp_c._units.names import clean_name
 from fsdp_c.checkpoint._dtypes import dtype_name
 from fsdp_c.checkpoint._manifest import ParamSpec, SegmentSpec, UnitSpec, WholeSpec
-from fsdp_c.checkpoint._parallel_parts import with_parallel_parts
+from fsdp_c.checkpoint._parallel_parts import parts_for_files
 from fsdp_c.checkpoint._ranks import Ranks
 
 _EXTRA_STATE = "_extra_state"
@@ -96,7 +96,7 @@ def find_contents(model: nn.Module) -> Contents:
         TypeError: ``model`` is not a module.
         ValueError: Nothing in it is sharded.
     """
-    places = with_parallel_parts(parts_in(model))
+    places = parts_for_files(model)
     for group in groups_in(model):
         if group.is_in_step and group.unit is not None:
             raise RuntimeError(

@@ -75,8 +75,9 @@ class ParallelRows(Rows):
         was_written(self.held.param)  # also where nothing of it is
 
 
-def with_parallel_parts(parts: Mapping[str, ParamPart]) -> dict[str, ParamPart]:
-    """Return the parts; those of units with tensor parallel parameters as rows."""
+def parts_for_files(model: nn.Module) -> dict[str, ParamPart]:
+    """Return all parts; those of units with tensor parallel parameters as rows."""
+    parts = parts_in(model)
     modules = {part.module for part in parts.values() if part.cut is not None}
     return {
         name: _parallel_part(part, part.module)
@@ -148,7 +149,7 @@ def rows_to_read(
     model: nn.Module, states: Mapping[str, ParamState]
 ) -> dict[str, ParamState]:
     """Return the states with rows for those parameters, which are not there yet."""
-    places = with_parallel_parts(parts_in(model))
+    places = parts_for_files(model)
     return {
         name: ParamState(places[name]) if _rows_of(places[name]) else state
         for name, state in states.items()
