@@ -62,11 +62,11 @@ class SaveHandle:
         path: Where the checkpoint is, or will be.
     """
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self._problems: tuple[str, ...] = ()
+    def __init__(self, job: "_Job") -> None:
+        self.path = job.path
+        self._job = job
         self._thread: threading.Thread | None = None
-        self._job: _Job | None = None
+        self._problems: tuple[str, ...] = ()
         self._was_reported = False
 
     def done(self) -> bool:
@@ -83,19 +83,22 @@ class SaveHandle:
             CheckpointError: It failed. What was at the path before is still there.
             TimeoutError: It has not ended yet.
         """
-        if self._thread is not None:
-            self._thread.join(timeout)
-            if self._thread.is_alive():
-                raise TimeoutError(f"the save to {self.path} has not ended yet")
+        if not self._join(timeout):
+            raise TimeoutError(f"the save to {self.path} has not ended yet")
         if self._problems:
             self._was_reported = True
             raise _failure(*self._problems)
         return self.path
 
+    def _join(self, timeout: float | None = None) -> bool:
+        """Wait for the end; return whether it has come."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+        return self.done()
+
     def _take_unreported(self) -> list[str]:
         """Wait; return the problems that result() has not raised."""
-        if self._thread is not None:
-            self._thread.join()
+        self._join()
         if not self._problems or self._was_reported:
             return []
         self._was_reported = True
@@ -104,9 +107,9 @@ class SaveHandle:
             for problem in self._problems
         ]
 
-    def _run(self, job: "_Job") -> None:
+    def _run(self) -> None:
         try:
-            job.run_in_thread()
+            self._job.run_in_thread()
         except CheckpointError as error:
             self._problems = error.problems or (str(error),)
         except BaseException as error:
@@ -121,15 +124,13 @@ _last: SaveHandle | None = None
 def _finish_at_exit() -> None:
     """See Note [Saves and the end of the process]."""
     handle = _last
-    if handle is None or handle._job is None or handle.done():
+    if handle is None or handle.done():
         return
     _log.info("the process is ending: waiting for the save to %s", handle.path)
     handle._job.ending.set()
-    assert handle._thread is not None
     # The thread has limits of its own first, and logs an error then.
     limit_s = handle._job.timeout_s + handle._job.exit_timeout_s
-    handle._thread.join(limit_s)
-    if not handle.done():
+    if not handle._join(limit_s):
         problem = (
             "abandoned at the end of the process: this rank's thread had not ended "
             f"after {limit_s:g} s (the save's timeout and exit_timeout)"
@@ -141,8 +142,8 @@ def _finish_at_exit() -> None:
 
 def wait_for_save() -> None:
     """Wait until this process writes no checkpoint; errors are kept for the caller."""
-    if _last is not None and _last._thread is not None:
-        _last._thread.join()
+    if _last is not None:
+        _last._join()
 
 
 def save(
@@ -217,16 +218,12 @@ def save(
     job = _begin(os.fspath(path), collected, problems, ranks, overwrite, progress)
     job.timeout_s = timeout
     job.exit_timeout_s = exit_timeout
-    handle = SaveHandle(job.path)
+    handle = SaveHandle(job)
     if blocking:
         job.run_with(ranks)
     else:
-        handle._job = job
         handle._thread = threading.Thread(
-            target=handle._run,
-            args=(job,),
-            name=f"fsdp_c save {job.path}",
-            daemon=True,
+            target=handle._run, name=f"fsdp_c save {job.path}", daemon=True
         )
         _last = handle
         atexit.unregister(_finish_at_exit)  # once, and before what came earlier
@@ -378,8 +375,6 @@ class _Job:
             else:
                 self._discard()
             raise
-        finally:
-            self._collected = Collected()
         if self._temporary is None:
             self._wait_for_publication(deadline)
             return
@@ -468,7 +463,7 @@ class _Job:
 
     def _write(self) -> None:
         """Write this rank's file and, when it is durable, its entry."""
-        collected = self._collected
+        collected, self._collected = self._collected, Collected()  # nobody keeps it
         rank, world_size = self._rank, self._world_size
         total = sum(i.tensor.numel() * i.tensor.element_size() for i in collected.items)
         is_on = False if rank != 0 else self._progress
