@@ -92,17 +92,14 @@ def load(
         )
         _take_from_first(wanted, state_dict)
     else:
-        checked: _Checked | None = None
-        error: Exception | None = None
+        wanted, error = {}, None
         try:
-            checked = check(read_header(state_dict, parts))
-            _check_sharded(checked[2], state_dict)
+            keys, header, wanted, groups = check(read_header(state_dict, parts))
+            _check_sharded(wanted, state_dict)
         except Exception as caught:  # the other ranks wait for it
             error = caught
-        _compare(modules, None if checked is None else checked[2], error, is_sharded)
-        assert checked is not None  # or it was an error
-        assert state_dict is not None
-        keys, header, wanted, groups = checked
+        _compare(modules, wanted, error, is_sharded)
+        assert state_dict is not None  # or it was an error
         _take_own(wanted, state_dict)
     others = copy.deepcopy(header.others)
     states = assemble(keys, wanted)
@@ -202,12 +199,12 @@ def _check_sharded(wanted: _Wanted, state_dict: Any) -> None:
 
 def _compare(
     modules: list[ShardedModule],
-    wanted: _Wanted | None,
+    wanted: _Wanted,
     error: Exception | None,
     is_sharded: bool,
 ) -> None:
     """Raise if one of the ranks has an error, or not the same sharded tensors."""
-    sharded = [] if wanted is None else _sharded_states(wanted)
+    sharded = _sharded_states(wanted)
     names = [(part.fqn, key, info) for part, _, key, info in sharded]
     digest = hashlib.sha256(repr(names).encode()).hexdigest()
     groups = [each._sharded.groups.process_group for each in modules]
