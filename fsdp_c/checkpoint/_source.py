@@ -150,10 +150,6 @@ class Source:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the folder."""
         self._folder.close()
 
     def names(self) -> list[str]:
