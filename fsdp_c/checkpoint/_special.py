@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map, tree_map_only
 
 from fsdp_c._state.optim.classes import (
     StateClasses,
@@ -65,24 +66,20 @@ def make_record(
 
 
 def _without_dtypes(context: Any, what: str) -> Any:
-    if isinstance(context, torch.dtype):
-        return {_DTYPE: dtype_name(context, what)}
-    if isinstance(context, (list, tuple)):
-        items = [_without_dtypes(each, what) for each in context]
-        return items if isinstance(context, list) else tuple(items)
-    if isinstance(context, dict):
-        return {key: _without_dtypes(each, what) for key, each in context.items()}
-    return context
+    return tree_map_only(
+        torch.dtype, lambda dtype: {_DTYPE: dtype_name(dtype, what)}, context
+    )
 
 
 def _with_dtypes(context: Any) -> Any:
-    if isinstance(context, dict):
-        if context.keys() == {_DTYPE}:
-            return dtype_named(context[_DTYPE])
-        return {key: _with_dtypes(each) for key, each in context.items()}
-    if isinstance(context, (list, tuple)):
-        return type(context)(_with_dtypes(each) for each in context)
-    return context
+    def is_dtype(each: Any) -> bool:
+        return isinstance(each, dict) and each.keys() == {_DTYPE}
+
+    return tree_map(
+        lambda each: dtype_named(each[_DTYPE]) if is_dtype(each) else each,
+        context,
+        is_leaf=is_dtype,
+    )
 
 
 def _class_named(name: str) -> type[Tensor] | None:
