@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from fsdp_c._units.collectives import in_batches
 from fsdp_c.checkpoint._dtypes import dtype_name, dtype_named
 from fsdp_c.checkpoint._errors import CheckpointError
 from fsdp_c.checkpoint._files import (
@@ -112,7 +113,8 @@ def export(
             problems = source.check(advance)
         if problems:
             raise CheckpointError(f"nothing was exported from {source.path}", problems)
-        files = _divide(tensors, limit)
+        sized = ((tensor, None, tensor.nbytes) for tensor in tensors)
+        files = list(in_batches(sized, limit)) or [[]]
         os.makedirs(folder, exist_ok=True)
         total = sum(tensor.nbytes for tensor in tensors)
         with progress_bar("exporting", total, progress) as advance:
@@ -138,18 +140,6 @@ def _find_tensors(source: Source, dtype: torch.dtype | None) -> list[_Tensor]:
         wanted = dtype if dtype and saved.is_floating_point else saved
         tensors.append(_Tensor(spec, wanted, parts))
     return tensors
-
-
-def _divide(tensors: Sequence[_Tensor], limit: int) -> list[list[_Tensor]]:
-    files: list[list[_Tensor]] = [[]]
-    nbytes = 0
-    for tensor in tensors:
-        if files[-1] and nbytes + tensor.nbytes > limit:
-            files.append([])
-            nbytes = 0
-        files[-1].append(tensor)
-        nbytes += tensor.nbytes
-    return files
 
 
 def _write_set(
