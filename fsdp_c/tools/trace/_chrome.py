@@ -15,7 +15,6 @@ Event = dict[str, Any]
 
 # In the order in which they are shown.
 THREADS = ("steps", "compute", "calls of fsdp_c", "unshard", "reduce", "replicate")
-_THREAD_OF_LANE = {"unshard": 3, "reduce": 4, "replicate": 5}
 
 
 def chrome_trace(all_lanes: Sequence[Lanes]) -> dict[str, Any]:
@@ -70,20 +69,20 @@ class _RankEvents:
     def _us(self, time: int) -> float:
         return (time + self.shift) / 1e3
 
-    def _add(self, phase: str, name: str, time: int, thread: int, **more: Any) -> None:
+    def _add(self, phase: str, name: str, time: int, thread: str, **more: Any) -> None:
         self.events.append(
             {
                 "ph": phase,
                 "name": name,
                 "ts": self._us(time),
                 "pid": self.rank,
-                "tid": thread,
+                "tid": THREADS.index(thread),
                 **more,
             }
         )
 
     def _slice(
-        self, name: str, begin: int, end: int, thread: int, category: str, **args: Any
+        self, name: str, begin: int, end: int, thread: str, category: str, **args: Any
     ) -> None:
         more: Event = {"cat": category, "dur": max(end - begin, 0) / 1e3}
         if args:
@@ -96,10 +95,11 @@ class _RankEvents:
             ("process_name", 0, {"name": f"rank {self.rank} on {recorded.host}"}),
             ("process_sort_index", 0, {"sort_index": self.rank}),
         ]
-        used = {2, *(_THREAD_OF_LANE[c.lane] for c in self.lanes.collectives), 0, 1}
-        for thread in sorted(used):
-            names.append(("thread_name", thread, {"name": THREADS[thread]}))
-            names.append(("thread_sort_index", thread, {"sort_index": thread}))
+        used = {*THREADS[:3], *(each.lane for each in self.lanes.collectives)}
+        for thread, name in enumerate(THREADS):
+            if name in used:
+                names.append(("thread_name", thread, {"name": name}))
+                names.append(("thread_sort_index", thread, {"sort_index": thread}))
         for name, thread, args in names:
             self.events.append(
                 {"ph": "M", "name": name, "pid": self.rank, "tid": thread, "args": args}
@@ -107,21 +107,21 @@ class _RankEvents:
 
     def _steps(self) -> None:
         for index, step in enumerate(self.lanes.steps):
-            self._slice(f"step {index}", step.begin, step.end, 0, "step")
-            self._slice("forward", step.begin, step.forward_end, 0, "step")
+            self._slice(f"step {index}", step.begin, step.end, "steps", "step")
+            self._slice("forward", step.begin, step.forward_end, "steps", "step")
             if step.backward_begin > 0:
                 end = max(step.backward_end, step.backward_begin)
                 self._slice(
-                    "backward", step.backward_begin, min(end, step.end), 0, "step"
+                    "backward", step.backward_begin, min(end, step.end), "steps", "step"
                 )
 
     def _compute(self) -> None:
         for each in self.lanes.compute:
             name = f"{each.what} {self.recorded.label(each.unit)}"
-            self._slice(name, each.begin, each.end, 1, each.what)
+            self._slice(name, each.begin, each.end, "compute", each.what)
         for span in self.lanes.wholes:
             begin, end = span.times
-            self._slice(span.kind, begin, end, 1, span.kind, bytes=span.nbytes)
+            self._slice(span.kind, begin, end, "compute", span.kind, bytes=span.nbytes)
 
     def _calls(self) -> None:
         """Spans of the host; they lie one inside the other."""
@@ -142,19 +142,18 @@ class _RankEvents:
             name = span.kind
             if span.unit >= 0:
                 name += f" {self.recorded.label(span.unit)}"
-            self._slice(name, span.begin, end, 2, span.kind, **args)
+            self._slice(name, span.begin, end, "calls of fsdp_c", span.kind, **args)
 
     def _collectives(self) -> None:
         for index, each in enumerate(self.lanes.collectives):
             if each.end <= each.begin:
                 continue
-            thread = _THREAD_OF_LANE[each.lane]
             name = f"{each.operation} {self.recorded.label(each.unit)}"
             self._slice(
                 name,
                 each.begin,
                 each.end,
-                thread,
+                each.lane,
                 each.operation,
                 bytes=each.nbytes,
                 started_us=self._us(each.start.begin),
@@ -162,9 +161,9 @@ class _RankEvents:
                 ahead=each.is_ahead,
             )
             arrow = {"cat": "start", "id": self.rank * 10_000_000 + index}
-            self._add("s", name, each.start.begin, 2, **arrow)
+            self._add("s", name, each.start.begin, "calls of fsdp_c", **arrow)
             self._add(
-                "f", name, max(each.begin, each.start.begin), thread, bp="e", **arrow
+                "f", name, max(each.begin, each.start.begin), each.lane, bp="e", **arrow
             )
 
     def _prefetches(self) -> None:
@@ -174,7 +173,7 @@ class _RankEvents:
                 f"prefetch {'hit' if use.is_hit else 'miss'} "
                 f"{self.recorded.label(use.unit)}",
                 use.time,
-                1,
+                "compute",
                 s="t",
                 cat="prefetch",
             )
@@ -183,5 +182,7 @@ class _RankEvents:
         last = -1
         for time, nbytes in self.recorded.arena:
             if nbytes != last:
-                self._add("C", "arena (bytes held)", time, 0, args={"held": nbytes})
+                self._add(
+                    "C", "arena (bytes held)", time, "steps", args={"held": nbytes}
+                )
             last = nbytes
