@@ -13,7 +13,7 @@ from fsdp_c import _native
 from fsdp_c._engines.models import engines_in, units_in
 from fsdp_c._engines.offload import is_offloading
 from fsdp_c._state.optim.classes import steps_wholes
-from fsdp_c._torch_compat import local_tensor
+from fsdp_c._units.cuts import local_of
 
 
 def check_model(model: nn.Module) -> None:
@@ -131,7 +131,4 @@ def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 def memory_of(params: list[nn.Parameter]) -> list[int]:
     """Return the addresses of the parameters' memory on this rank."""
-    return [
-        (local_tensor(param) if isinstance(param, DTensor) else param).data_ptr()
-        for param in params
-    ]
+    return [local_of(param).data_ptr() for param in params]

@@ -38,7 +38,7 @@ def clip_parallel(
         grad = part.param.grad
         if grad is None or part.part_numel == 0:
             continue
-        holders[local_of(grad) if isinstance(grad, DTensor) else grad] = None
+        holders[local_of(grad)] = None
         own = local_of(grad) if isinstance(grad, DTensor) else part.home.part_in(grad)
         if own.is_complex():
             own = own.abs()

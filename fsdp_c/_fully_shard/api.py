@@ -323,7 +323,7 @@ def _check_param(fqn: str, param: nn.Parameter, taken: str | None) -> None:
             "call of fully_shard: pass the modules that share it in one list, or call "
             "fully_shard only on a module that contains both"
         )
-    whole: Any = local_of(param) if isinstance(param, DTensor) else param
+    whole: Any = local_of(param)
     if param.dim() == 0:  # torch's first words
         raise ValueError(
             "fully_shard doesn't support scalar parameters. "

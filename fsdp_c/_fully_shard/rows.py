@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import Placement
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp_c._torch_compat import is_cut, is_strided
@@ -71,7 +71,7 @@ def shard_param(
     Raises:
         ValueError: ``param`` wraps other tensors, and its class cannot be cut so.
     """
-    whole = local_of(param) if isinstance(param, DTensor) else param
+    whole = local_of(param)
     try:
         local = own_rows(whole, cut.dim, rank, world_size)
     except Exception as error:

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fsdp_c import _native
 from fsdp_c._units.base import Ignored, ShardedUnit
@@ -51,10 +50,7 @@ def build_unit(
     if config.sync_module_states:
         tensors: list[Tensor] = list(dict.fromkeys(params))
         for _, current in own:
-            tensors += (
-                local_of(buffer) if isinstance(buffer, DTensor) else buffer
-                for buffer in current.buffers(recurse=False)
-            )
+            tensors += (local_of(buffer) for buffer in current.buffers(recurse=False))
         broadcast_from_first(tensors, config.groups.process_group)
         if config.groups.inter_node_group is not None:
             broadcast_from_first(tensors, config.groups.inter_node_group)

@@ -170,10 +170,9 @@ def local_grad(grad: Tensor, cut: Cut) -> Tensor:
         return local_tensor(grad.redistribute(placements=wanted))
 
 
-def local_of(sharded: Tensor) -> Tensor:
-    """Return the local tensor of a sharded parameter."""
-    assert isinstance(sharded, DTensor)
-    return local_tensor(sharded)
+def local_of(tensor: Tensor) -> Tensor:
+    """Return the local tensor of a DTensor; another tensor is its own."""
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def with_memory(tensor: Tensor) -> Tensor:

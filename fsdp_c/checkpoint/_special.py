@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map, tree_map_only
 
@@ -212,7 +211,7 @@ class SpecialState:
             return
         first = self.saved[0]
         whole = (first.held.part_begin, first.held.part_end)
-        own_shape = list(_local_tensor(part.param).shape)
+        own_shape = list(local_of(part.param).shape)
         if (
             first.record is not None
             and not self._has_memory
@@ -248,10 +247,6 @@ class SpecialState:
         if self.result is not None:
             return rewrapped(state, self.result)
         return state if self.like is None else filled(self.like, state)
-
-
-def _local_tensor(param: Tensor) -> Tensor:
-    return local_of(param) if isinstance(param, DTensor) else param
 
 
 def _cut(like: Tensor, tensors: dict[Held, Tensor], part: ParamPart) -> Tensor | None:

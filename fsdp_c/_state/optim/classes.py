@@ -29,7 +29,7 @@ def special_tensor(value: Any) -> Tensor | None:
     """Return the local tensor of a state, if it is of a class of its own."""
     if not isinstance(value, Tensor):
         return None
-    local = local_of(value) if isinstance(value, DTensor) else value
+    local = local_of(value)
     return None if type(local) in _PLAIN else local
 
 
@@ -115,7 +115,7 @@ def filled(like: Tensor, value: Tensor) -> Tensor:
     """
     local = special_tensor(like)
     assert local is not None
-    values = local_of(value) if isinstance(value, DTensor) else value
+    values = local_of(value)
     new = cloned(local)
     with torch.no_grad():
         new.copy_(values.reshape(new.shape).to(new.device))
