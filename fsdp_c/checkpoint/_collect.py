@@ -12,7 +12,6 @@ from fsdp_c._fully_shard.row_parts import is_in_unit, parts_in
 from fsdp_c._state.optim.classes import describe_state, optimizer_name, refusal
 from fsdp_c._state.optim.states import OptimStates, ParamState, give_values
 from fsdp_c._state.optim.states import collect as collect_states
-from fsdp_c._state.parts import ParamPart
 from fsdp_c.checkpoint._contents import Contents, find_contents
 from fsdp_c.checkpoint._dtypes import dtype_name
 from fsdp_c.checkpoint._files import FileItem
@@ -95,18 +94,16 @@ def collect(
     collected = Collected(units=units)
     mine = _saved_here(contents, units, ranks)
     for name, place in contents.places.items():
-        home = place.home
-        if name not in mine and not home.communicates:
-            continue
+        home, key = place.home, model_key(name)
         if home.opaque is not None:
-            collected.put_special(model_key(name), f"parameter {name!r}", home.opaque)
-            continue
-        part = home.values()
-        if name not in mine:
-            continue
-        if not is_in_unit(place):
-            part = part.reshape(place.shape)
-        collected.items.append(FileItem(model_key(name), place.begin, part))
+            if name in mine:
+                collected.put_special(key, f"parameter {name!r}", home.opaque)
+        elif name in mine or home.communicates:
+            part = home.values()
+            if not is_in_unit(place):
+                part = part.reshape(place.shape)
+            if name in mine:
+                collected.items.append(FileItem(key, place.begin, part))
     if ranks.rank == 0:
         for buffer in contents.buffers:
             collected.items.append(
@@ -143,18 +140,18 @@ def _is_mixed(contents: Contents, state: ParamState) -> bool:
 
 def _saved_here(
     contents: Contents, units: tuple[UnitSpec, ...], ranks: Ranks
-) -> dict[str, ParamPart]:
-    """Return the places whose part this rank writes.
+) -> set[str]:
+    """Return the parameters whose part this rank writes.
 
     Of replicas only the one that contains rank 0 writes.
     """
     writes = {param.name: 0 in unit.ranks for unit in units for param in unit.params}
-    mine = {}
-    for name, place in contents.places.items():
-        is_mine = ranks.rank == 0 if place.shard_group is None else writes[name]
-        if is_mine and place.part_numel > 0:
-            mine[name] = place
-    return mine
+    return {
+        name
+        for name, place in contents.places.items()
+        if place.part_numel > 0
+        and (ranks.rank == 0 if place.shard_group is None else writes[name])
+    }
 
 
 def _add_state(
