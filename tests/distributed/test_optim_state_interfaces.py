@@ -221,6 +221,33 @@ def test_outside_of_units(use_orig_params: bool, form: str) -> None:
         assert_same_states(found, optim.state_dict()["state"])
 
 
+@pytest.mark.parametrize("form", ["full", "rank0"])
+@pytest.mark.parametrize("is_ignored", [False, True])
+@distributed(world_size=2)
+def test_factors_of_an_unsharded_model(rank: int, is_ignored: bool, form: str) -> None:
+    """Parameters of which each rank has the whole take state of other shapes."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(6, 8))
+    own = torch.optim.Adafactor(plain[1].parameters())
+    for param in plain[1].parameters():
+        param.grad = torch.rand_like(param)
+    own.step()
+    by_name = OptimStateKeyType.PARAM_NAME
+    given = FSDP.rekey_optim_state_dict(own.state_dict(), by_name, plain, optim=own)
+    model = copy.deepcopy(plain)
+    model = fsdp(
+        model,
+        strategy="FULL_SHARD" if is_ignored else "NO_SHARD",
+        ignored_modules=[model[1]] if is_ignored else None,
+        use_orig_params=True,
+    )
+    optim = torch.optim.Adafactor(model.module[1].parameters())
+    with in_form(model, form):
+        mine = given if rank == 0 or form == "full" else {}
+        FSDP.optim_state_dict_to_load(model, optim, mine, load_directly=True)
+    assert_same_states(optim.state_dict()["state"], own.state_dict()["state"])
+
+
 @distributed(world_size=2)
 def test_state_of_no_parameter(rank: int) -> None:
     """Such state is kept, with a warning."""

@@ -25,6 +25,8 @@ class StateInfo(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
     is_sharded: bool
+    # It, of another shape than its parameter, if each rank has the whole of that.
+    whole: Tensor | None = None
 
 
 @dataclass
@@ -60,7 +62,7 @@ def read_header(state_dict: Any, parts: Mapping[str, ParamPart]) -> Header:
             "StateDictType.LOCAL_STATE_DICT, on the rank that saved it"
         )
     groups = state_dict.get("param_groups")
-    known = {name for part in parts.values() for name in part.names}
+    known = {name: part for part in parts.values() for name in part.names}
     in_groups = {name for group in groups or () for name in group["params"]}
     for key in (*state_dict["state"], *in_groups):
         if isinstance(key, int):
@@ -81,7 +83,7 @@ def read_header(state_dict: Any, parts: Mapping[str, ParamPart]) -> Header:
                     f"states, got {type(value).__name__}"
                 )
             header.states[key] = {
-                name: _info(each, name in whole.get(key, ()))
+                name: _info(each, known.get(key), name in whole.get(key, ()))
                 for name, each in value.items()
             }
             for name, values in per_rank.get(key, {}).items():
@@ -101,12 +103,16 @@ def _as_scalar(value: Any, first: Any) -> Any:
     return packed_value(value)
 
 
-def _info(value: Any, is_whole: bool) -> Any:
+def _info(value: Any, part: ParamPart | None, is_whole: bool) -> Any:
     if is_sharded(value):
         return StateInfo(sharded_shape(value), sharded_dtype(value), is_sharded=True)
-    if isinstance(value, Tensor) and value.dim() > 0 and not is_whole:
-        return StateInfo(value.shape, value.dtype, is_sharded=False)
-    return packed_value(value)
+    if not isinstance(value, Tensor) or value.dim() == 0 or is_whole:
+        return packed_value(value)
+    info = StateInfo(value.shape, value.dtype, is_sharded=False)
+    if part is None or part.shard_group is not None or part.is_flat:
+        return info
+    is_other = value.shape != part.shape
+    return info._replace(whole=packed_value(value)) if is_other else info
 
 
 @dataclass
@@ -145,7 +151,8 @@ def check_header(
             if info is not None:
                 _check_shape(name, part, key, info, sharded_names)
             if info is None or info.shape != part.shape:
-                own = value.of(part, key) if isinstance(value, PerRank) else value
+                own = value if info is None else info.whole
+                own = own.of(part, key) if isinstance(own, PerRank) else own
                 each.plain[key] = unpacked_value(own)
             else:
                 each.infos[key] = info
@@ -190,7 +197,7 @@ def _check_shape(
 ) -> None:
     if info.shape == part.shape:
         return
-    if part.shard_group is None and not part.is_flat and key not in sharded:
+    if info.whole is not None and key not in sharded:
         return  # the optimizer sees the whole parameter, as without sharding
     raise ValueError(
         f"optimizer state {key!r} of parameter {name!r} has shape "
