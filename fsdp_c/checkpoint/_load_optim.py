@@ -218,7 +218,10 @@ class OptimLoad:
                 )
                 for key, value in plain.values.items()
             }
-        self._prepare_special()
+        classes = StateClasses(self._optim)
+        for (fqn, key), special in self._special.items():
+            special.prepare(classes)
+            self._states[fqn].sharded[key] = special.values
         self._complete_flat_params()
         first = self._source.rank(0)
         assert first is not None  # it was read, or there would be a problem
@@ -232,13 +235,6 @@ class OptimLoad:
         if not isinstance(self._others, dict):
             raise ValueError("the optimizer's other state is damaged")
         self._try()
-
-    def _prepare_special(self) -> None:
-        """Make the states of classes of their own that need no values to be read."""
-        classes = StateClasses(self._optim)
-        for (fqn, key), special in self._special.items():
-            special.prepare(describe_state(self._optim, key, repr(fqn)), classes)
-            self._states[fqn].sharded[key] = special.values
 
     def _add_missing(self) -> None:
         """Add parameters that the checkpoint lacks to the saved form of their group."""

@@ -162,6 +162,7 @@ def find_saved(
 class SpecialState:
     """One state that some rank saved in a class of its own."""
 
+    what: str  # its name in messages
     name: str  # of the state
     part: ParamPart  # of the parameter, on this rank
     values: Tensor  # 1-D, what was saved as values; without memory if nothing was
@@ -187,20 +188,21 @@ class SpecialState:
         needs_values = part.is_flat or part.home.communicates
         if not needs_values and all(each.record is not None for each in saved):
             values = torch.empty(1, dtype=dtype_named(dtype), device=part.param.device)
-            return SpecialState(name, part, values.expand(part.part_numel), saved)
+            values = values.expand(part.part_numel)
+            return SpecialState(what, name, part, values, saved)
         values = make()
         for held, rank, record in saved:
             if record is None:
                 own = find_part(source, what, held, rank, key, dtype)
                 if own is not None:
                     own.plan_read(what, part.begin, values)
-        return SpecialState(name, part, values, saved)
+        return SpecialState(what, name, part, values, saved)
 
     @property
     def _has_memory(self) -> bool:
         return self.values.numel() == 0 or self.values.stride() == (1,)
 
-    def prepare(self, what: str, classes: StateClasses) -> None:
+    def prepare(self, classes: StateClasses) -> None:
         """Make what can be made of the records.
 
         Raises:
@@ -218,12 +220,12 @@ class SpecialState:
             and whole == (part.begin, part.end)
             and first.record["shape"] == own_shape
         ):
-            self.result = first.tensor(what, device)
+            self.result = first.tensor(self.what, device)
             return
         own = classes.like(part.param, self.name, is_special=True)
         self.like = own if special_tensor(own) is not None else None
         tensors = {
-            each.held: each.tensor(what, device)
+            each.held: each.tensor(self.what, device)
             for each in self.saved
             if each.record is not None
         }
@@ -237,7 +239,7 @@ class SpecialState:
                 part.part_numel, dtype=self.values.dtype, device=device
             )
         for held, tensor in tensors.items():
-            values = values_of(what, tensor).reshape(-1)
+            values = values_of(self.what, tensor).reshape(-1)
             self.values[held.begin - part.begin : held.end - part.begin] = values[
                 held.begin - held.part_begin : held.end - held.part_begin
             ]
