@@ -1,7 +1,5 @@
 """The command line: python -m fsdp_c plan --model MODEL --world-size N."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """Turns a trace of modules into the events of units; see csrc/core/plan/step_plan.h."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from fsdp_c import _native

@@ -4,8 +4,6 @@ Meanwhile they are functions that allocate and keep what the kernel does, and co
 nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

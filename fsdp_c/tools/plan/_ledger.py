@@ -1,7 +1,5 @@
 """Bytes of the tensors that are alive, from their creation to their end."""
 
-from __future__ import annotations
-
 import weakref
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """A model's plan for one or many world sizes, and the wrapping to suggest."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace

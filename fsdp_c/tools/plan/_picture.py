@@ -1,7 +1,5 @@
 """A plan as a picture: memory and time over the number of ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One rank's plan: the engine of training, run over a port that only counts."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

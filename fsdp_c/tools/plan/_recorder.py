@@ -1,7 +1,5 @@
 """Runs a forward and a backward of a model on meta, and writes down what they do."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """A plan as text: tables, and a picture in characters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from fsdp_c._text import table

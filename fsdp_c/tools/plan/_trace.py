@@ -6,8 +6,6 @@ forward, the order is that of the module tree, and the work two operations for e
 element of a matrix and token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple

@@ -1,7 +1,5 @@
 """The step of a whole_parameter_optimizer: who owns what, and what travels."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass

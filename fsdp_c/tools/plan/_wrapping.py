@@ -1,7 +1,5 @@
 """Which modules of a model become units: what --wrap says, and what to suggest."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Callable
