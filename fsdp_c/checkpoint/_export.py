@@ -19,7 +19,7 @@ from fsdp_c.checkpoint._files import (
     write_all,
     write_document,
 )
-from fsdp_c.checkpoint._manifest import ParamSpec, WholeSpec
+from fsdp_c.checkpoint._manifest import TensorSpec
 from fsdp_c.checkpoint._memory import bytes_of
 from fsdp_c.checkpoint._plan import Part, find_parts
 from fsdp_c.checkpoint._progress import progress as progress_bar
@@ -41,7 +41,7 @@ _UNITS |= {f"{unit}I": 1 << 10 * power for power, unit in enumerate("KMGT", 1)}
 class _Tensor:
     """One tensor of the set, and where its bytes are."""
 
-    spec: ParamSpec | WholeSpec
+    spec: TensorSpec
     dtype: torch.dtype
     parts: Sequence[Part]
 

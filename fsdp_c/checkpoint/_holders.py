@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from fsdp_c import _native
 from fsdp_c.checkpoint._dtypes import dtype_named
-from fsdp_c.checkpoint._manifest import Manifest, ParamSpec, UnitSpec, WholeSpec
+from fsdp_c.checkpoint._manifest import Manifest, TensorSpec, UnitSpec, WholeSpec
 
 
 class Held(NamedTuple):
@@ -34,13 +34,13 @@ class Holders:
         self._layouts: dict[str, _native.Layout] = {}
         for unit in manifest.units:
             for index, param in enumerate(unit.params):
-                for name in (param.name, *param.aliases):
+                for name in param.names:
                     self._params[name] = (unit, index)
         for whole in manifest.wholes:
-            for name in (whole.name, *whole.aliases):
+            for name in whole.names:
                 self._wholes[name] = whole
 
-    def spec(self, name: str) -> ParamSpec | WholeSpec | None:
+    def spec(self, name: str) -> TensorSpec | None:
         """Return the tensor that is, or was also, called ``name``."""
         if name in self._params:
             unit, index = self._params[name]

@@ -21,7 +21,7 @@ from fsdp_c._state.optim.states import ParamState, assemble, load_keeping_dtypes
 from fsdp_c._state.optim.states import collect as collect_states
 from fsdp_c._state.parts import ParamPart
 from fsdp_c.checkpoint._dtypes import dtype_named
-from fsdp_c.checkpoint._manifest import OptimSpec, ParamSpec, StateSpec, WholeSpec
+from fsdp_c.checkpoint._manifest import OptimSpec, StateSpec, TensorSpec
 from fsdp_c.checkpoint._memory import is_direct
 from fsdp_c.checkpoint._parallel_parts import held_of_rows, rows_to_read
 from fsdp_c.checkpoint._plain import decode, decode_name, tensor_keys, without_constants
@@ -75,12 +75,11 @@ class OptimLoad:
             if fqn not in saved:  # its state stays
                 self.missing.append(fqn)
                 self._states[fqn] = self._held[fqn]
-        empty: dict[str, tuple[ParamSpec | WholeSpec, StateSpec]] = {}
+        empty: dict[str, tuple[TensorSpec, StateSpec]] = {}
         for name, state_spec in self._spec.states.items():
             spec = self._source.holders.spec(name)
             assert spec is not None  # the manifest was checked
-            names = (spec.name, *spec.aliases)
-            found = [self._fqns[n] for n in names if n in self._fqns]
+            found = [self._fqns[n] for n in spec.names if n in self._fqns]
             if not found:
                 self.unexpected.append(name)
                 continue
@@ -122,9 +121,7 @@ class OptimLoad:
             names += members
         return names
 
-    def _plan_state(
-        self, fqn: str, spec: ParamSpec | WholeSpec, state_spec: StateSpec
-    ) -> None:
+    def _plan_state(self, fqn: str, spec: TensorSpec, state_spec: StateSpec) -> None:
         current = self._current[fqn]
         place = current.part
         state = self._states[fqn] = ParamState(place, has_state=True)
@@ -163,7 +160,7 @@ class OptimLoad:
                     plain.rank.want_tensor(key)
 
     def _plan_flat_params(
-        self, empty: Mapping[str, tuple[ParamSpec | WholeSpec, StateSpec]]
+        self, empty: Mapping[str, tuple[TensorSpec, StateSpec]]
     ) -> None:
         """Plan an ``empty`` one for flat parameters that would have no state here.
 
@@ -181,9 +178,7 @@ class OptimLoad:
                 with_state.add(part.param)
                 self._plan_state(fqn, spec, state_spec)
 
-    def _plan_special(
-        self, fqn: str, spec: ParamSpec | WholeSpec, key: str, dtype: str
-    ) -> None:
+    def _plan_special(self, fqn: str, spec: TensorSpec, key: str, dtype: str) -> None:
         place = self._current[fqn].part
         what = describe_state(self._optim, key, repr(fqn))
         make = partial(self._new_state, place, key, dtype_named(dtype))

@@ -24,21 +24,32 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class ParamSpec:
-    """One parameter of a unit."""
+class TensorSpec:
+    """A tensor of the model."""
 
     name: str  # of its first use, in the unwrapped model
     aliases: tuple[str, ...]  # names of its other uses
-    shape: tuple[int, ...]  # of the whole parameter
+    shape: tuple[int, ...]  # of the whole
     dtype: str  # name of its master dtype
-    requires_grad: bool  # whether it trains
-    segment: int  # that it is in
-    offset: int  # of its first element in the segment
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All its names."""
+        return (self.name, *self.aliases)
 
     @property
     def numel(self) -> int:
-        """Elements of the whole parameter."""
+        """Elements of the whole."""
         return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class ParamSpec(TensorSpec):
+    """One parameter of a unit."""
+
+    requires_grad: bool  # whether it trains
+    segment: int  # that it is in
+    offset: int  # of its first element in the segment
 
 
 @dataclass(frozen=True)
@@ -67,19 +78,10 @@ class UnitSpec:
 
 
 @dataclass(frozen=True)
-class WholeSpec:
+class WholeSpec(TensorSpec):
     """A buffer, or a parameter that no unit shards: rank 0 saved all of it."""
 
-    name: str
-    aliases: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: str
     is_param: bool
-
-    @property
-    def numel(self) -> int:
-        """Elements."""
-        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ class Manifest:
     versions: dict[str, str] = field(default_factory=dict)
     nbytes: int = 0  # of all rank files
 
-    def tensors(self) -> Iterator[ParamSpec | WholeSpec]:
+    def tensors(self) -> Iterator[TensorSpec]:
         """Yield the parameters of all units, then what rank 0 saved whole."""
         for unit in self.units:
             yield from unit.params
@@ -292,7 +294,7 @@ def _check_names(manifest: Manifest) -> None:
     """Check that no two tensors of the model have a name in common."""
     seen: set[str] = set()
     for spec in manifest.tensors():
-        for name in (spec.name, *spec.aliases):
+        for name in spec.names:
             if name in seen:
                 raise ValueError(f"name {name!r:.200} is used for two tensors")
             seen.add(name)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fsdp_c.checkpoint._dtypes import dtype_name, dtype_named
 from fsdp_c.checkpoint._holders import Held
-from fsdp_c.checkpoint._manifest import ParamSpec, WholeSpec
+from fsdp_c.checkpoint._manifest import TensorSpec
 from fsdp_c.checkpoint._plain import tensor_keys
 from fsdp_c.checkpoint._rank_entry import Piece, model_key, state_key
 from fsdp_c.checkpoint._reads import Read
@@ -46,7 +46,7 @@ class Target:
             )
         return found
 
-    def plan(self, source: Source, spec: ParamSpec | WholeSpec) -> None:
+    def plan(self, source: Source, spec: TensorSpec) -> None:
         """Plan the reads that fill it; problems go to the source."""
         plan_reads(source, self.what, spec, (self.begin, self.end), self.tensor)
 
@@ -112,7 +112,7 @@ class Part(NamedTuple):
 
 
 def find_ranks(
-    source: Source, what: str, spec: ParamSpec | WholeSpec, elements: tuple[int, int]
+    source: Source, what: str, spec: TensorSpec, elements: tuple[int, int]
 ) -> Iterator[tuple[Held, RankSource]]:
     """Yield who saved elements of a tensor, ascending.
 
@@ -144,7 +144,7 @@ def find_part(
 def find_parts(
     source: Source,
     what: str,
-    spec: ParamSpec | WholeSpec,
+    spec: TensorSpec,
     elements: tuple[int, int],
     state: tuple[str, str] | None = None,
 ) -> list[Part]:
@@ -173,7 +173,7 @@ def find_parts(
 def plan_reads(
     source: Source,
     what: str,
-    spec: ParamSpec | WholeSpec,
+    spec: TensorSpec,
     elements: tuple[int, int],
     values: Tensor,
     state: tuple[str, str] | None = None,
@@ -192,7 +192,7 @@ class Plain(NamedTuple):
 
 def find_plain(
     source: Source,
-    spec: ParamSpec | WholeSpec,
+    spec: TensorSpec,
     keys: Sequence[str],
     elements: tuple[int, int],
     *,

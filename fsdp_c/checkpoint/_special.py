@@ -30,7 +30,7 @@ from fsdp_c._state.parts import ParamPart
 from fsdp_c._units.cuts import local_of
 from fsdp_c.checkpoint._dtypes import dtype_name, dtype_named
 from fsdp_c.checkpoint._holders import Held
-from fsdp_c.checkpoint._manifest import ParamSpec, WholeSpec
+from fsdp_c.checkpoint._manifest import TensorSpec
 from fsdp_c.checkpoint._plain import decode, encode, tensor_keys
 from fsdp_c.checkpoint._plan import Target, find_part, find_ranks
 from fsdp_c.checkpoint._rank_entry import model_key, state_key
@@ -140,7 +140,7 @@ class Saved(NamedTuple):
 def find_saved(
     source: Source,
     what: str,
-    spec: ParamSpec | WholeSpec,
+    spec: TensorSpec,
     key: str,
     elements: tuple[int, int],
 ) -> list[Saved]:
@@ -176,7 +176,7 @@ class SpecialState:
     def plan(
         source: Source,
         what: str,
-        spec: ParamSpec | WholeSpec,
+        spec: TensorSpec,
         dtype: str,
         name: str,
         part: ParamPart,
@@ -283,7 +283,7 @@ class SpecialTarget(Target):
     local: Tensor  # what this rank has of it
     saved: Saved | None = None  # what it gets, once that is planned
 
-    def plan(self, source: Source, spec: ParamSpec | WholeSpec) -> None:
+    def plan(self, source: Source, spec: TensorSpec) -> None:
         """Plan to check its record; problems go to the source."""
         name = class_name(self.local)
         if self.begin == self.end:

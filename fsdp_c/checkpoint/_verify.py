@@ -8,7 +8,7 @@ from fsdp_c._text import table
 from fsdp_c.checkpoint._errors import CheckpointError
 from fsdp_c.checkpoint._files import entry_file, rank_file
 from fsdp_c.checkpoint._folders import OURS
-from fsdp_c.checkpoint._manifest import MANIFEST, Manifest, ParamSpec, WholeSpec
+from fsdp_c.checkpoint._manifest import MANIFEST, Manifest, TensorSpec, WholeSpec
 from fsdp_c.checkpoint._progress import progress as progress_bar
 from fsdp_c.checkpoint._rank_entry import model_key, state_key
 from fsdp_c.checkpoint._source import RankSource, Source
@@ -35,7 +35,7 @@ class Info:
         return sum(
             each.numel
             for each in self.manifest.tensors()
-            if isinstance(each, ParamSpec) or each.is_param
+            if not isinstance(each, WholeSpec) or each.is_param
         )
 
     def __str__(self) -> str:
@@ -147,7 +147,7 @@ def _expected(source: Source) -> dict[int, Expected]:
     manifest = source.manifest
     expected: dict[int, Expected] = {}
 
-    def add(rank: int, spec: ParamSpec | WholeSpec, begin: int, end: int) -> None:
+    def add(rank: int, spec: TensorSpec, begin: int, end: int) -> None:
         of_rank = expected.setdefault(rank, {})
         of_rank[model_key(spec.name)] = (spec.dtype, begin, end)
         optim = manifest.optim
