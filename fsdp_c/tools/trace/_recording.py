@@ -5,7 +5,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
 
@@ -318,15 +318,11 @@ def start(
     if folder is not None:
         path = prepare_folder(folder, dist.get_rank() if dist.is_initialized() else 0)
     timeline = Timeline(engines, model, path)
-    started: list[_native.Engine] = []
-    try:
+    with ExitStack() as stack:  # all of them, or none
         for engine, units in engines:
             engine.start_timeline(capacity or _default_capacity(units, steps), steps)
-            started.append(engine)
-    except BaseException:
-        for engine in started:
-            engine.stop_timeline()
-        raise
+            stack.callback(engine.stop_timeline)
+        stack.pop_all()
     return timeline
 
 
@@ -347,6 +343,6 @@ def record(
         yield timeline
     except BaseException:
         timeline._folder = None
-        timeline.stop()
         raise
-    timeline.stop()
+    finally:
+        timeline.stop()
