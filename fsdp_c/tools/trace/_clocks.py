@@ -51,16 +51,13 @@ def _between(reference: Lanes, other: Lanes) -> Alignment | None:
     """Return the offset of ``other`` to ``reference``, or None: no range is left."""
     ours = collectives_by_meeting(reference)
     theirs = collectives_by_meeting(other)
-    low, high = None, None
-    for key in ours.keys() & theirs.keys():
-        mine, other_one = ours[key], theirs[key]
-        if not mine.end or not other_one.end:
-            continue
-        most = mine.end - other_one.start.begin
-        least = mine.start.begin - other_one.end
-        high = most if high is None else min(high, most)
-        low = least if low is None else max(low, least)
-    if low is None or high is None or low > high:
+    pairs = [(ours[key], theirs[key]) for key in ours.keys() & theirs.keys()]
+    pairs = [(mine, its) for mine, its in pairs if mine.end and its.end]
+    if not pairs:
+        return None
+    low = max(mine.start.begin - its.end for mine, its in pairs)
+    high = min(mine.end - its.start.begin for mine, its in pairs)
+    if low > high:
         return None
     return Alignment((low + high) // 2, (high - low + 1) // 2, "collectives")
 
