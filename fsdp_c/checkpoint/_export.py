@@ -175,10 +175,9 @@ def _write_set(
             write_document(temporary[INDEX], data)
         for name in names:
             os.rename(temporary[name], os.path.join(folder, name))
-    except BaseException:
+    finally:
         for path in temporary.values():
             path.unlink(missing_ok=True)
-        raise
     return names
 
 
