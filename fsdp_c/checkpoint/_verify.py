@@ -103,16 +103,17 @@ def verify(path: str | os.PathLike[str], *, progress: bool | None = None) -> Inf
         manifest = source.manifest
         expected = _expected(source)
         present = set(source.names())
-        missing: list[str] = []
+        files = {MANIFEST}
         for rank in range(manifest.world_size):
             entry = entry_file(rank, manifest.world_size)
-            missing += {entry, rank_file(rank, manifest.world_size)} - present
+            files |= {entry, rank_file(rank, manifest.world_size)}
             rank_source = source.rank(rank) if entry in present else None
             if rank_source is not None:
                 _check_entry(rank_source, expected.get(rank, {}), source.problems)
                 rank_source.want(0, rank_source.entry.nbytes, "its header")
                 for key in rank_source.entry.pieces:
                     rank_source.want_tensor(key)
+        missing = files - present
         if missing:
             source.problems.append(
                 f"{len(missing)} files are missing: {', '.join(sorted(missing)[:8])}"
@@ -120,8 +121,8 @@ def verify(path: str | os.PathLike[str], *, progress: bool | None = None) -> Inf
             )
         source.problems += [
             f"{name} is not a file of this checkpoint"
-            for name in sorted(present)
-            if OURS.fullmatch(name) and not _is_name(name, manifest.world_size)
+            for name in sorted(present - files)
+            if OURS.fullmatch(name)
         ]
         total = sum(rank.entry.nbytes for rank in source.ranks.values())
         with progress_bar("verifying", total, progress) as advance:
@@ -129,17 +130,6 @@ def verify(path: str | os.PathLike[str], *, progress: bool | None = None) -> Inf
         if problems:
             raise CheckpointError(f"the checkpoint {source.path} is damaged", problems)
         return Info(source.path, manifest)
-
-
-def _is_name(name: str, world_size: int) -> bool:
-    """Return whether a checkpoint of ``world_size`` ranks has such a file."""
-    if name == MANIFEST:
-        return True
-    rank = int(name.split("-")[1])
-    return rank < world_size and name in (
-        entry_file(rank, world_size),
-        rank_file(rank, world_size),
-    )
 
 
 def _expected(source: Source) -> dict[int, Expected]:
