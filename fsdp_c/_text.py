@@ -1,7 +1,7 @@
-"""Text for people, and numbers that they type."""
+"""Text for people, and what they type: numbers and commands."""
 
 import math
-from argparse import ArgumentTypeError
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Sequence
 
 
@@ -39,3 +39,21 @@ def finite_float(text: str, expected: str, fits: Callable[[float], bool]) -> flo
     if not math.isfinite(value) or not fits(value):
         raise ArgumentTypeError(f"expected {expected}, got {text!r}")
     return value
+
+
+def folder_commands(
+    parser: ArgumentParser, operand: str, meaning: str
+) -> Callable[[str, Callable[[Namespace], None], str], ArgumentParser]:
+    """Return a function that adds a command, of a name, what runs it, and its help.
+
+    Each command takes a folder, the ``operand``, and is ``run`` in what is parsed.
+    """
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, run: Callable[[Namespace], None], text: str) -> ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(run=run)
+        command.add_argument(operand.lower(), metavar=operand, help=meaning)
+        return command
+
+    return add

@@ -2,8 +2,9 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from fsdp_c._text import folder_commands
 from fsdp_c.checkpoint._dtypes import DTYPES
 from fsdp_c.checkpoint._errors import CheckpointError
 from fsdp_c.checkpoint._export import export
@@ -21,16 +22,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m fsdp_c checkpoint",
         description="Inspect and convert checkpoints.",
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    def add(
-        name: str, run: Callable[[argparse.Namespace], None], text: str
-    ) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=text, description=text)
-        command.set_defaults(run=run)
-        command.add_argument("path", metavar="PATH", help="checkpoint folder")
-        return command
-
+    add = folder_commands(parser, "PATH", "checkpoint folder")
     add("info", _info, "print what the manifest lists")
     add("verify", _verify, "read all files and verify their checksums")
     to_files = add("export", _export, "write the model as model*.safetensors")

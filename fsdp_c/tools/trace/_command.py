@@ -2,9 +2,10 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from fsdp_c._text import folder_commands
 from fsdp_c.tools.trace._clocks import align, describe
 from fsdp_c.tools.trace._data import TraceError
 from fsdp_c.tools.trace._traces import Trace, load
@@ -15,18 +16,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m fsdp_c trace",
         description="Read the timelines that fsdp_c.trace recorded.",
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    def add(
-        name: str, run: Callable[[argparse.Namespace], None], text: str
-    ) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=text, description=text)
-        command.set_defaults(run=run)
-        command.add_argument(
-            "folder", metavar="FOLDER", help="folder with rank0.json, rank1.json, ..."
-        )
-        return command
-
+    add = folder_commands(parser, "FOLDER", "folder with rank0.json, rank1.json, ...")
     summary = add(
         "summary", _summary, "print where the time of a step went, with advice"
     )
