@@ -55,8 +55,9 @@ static const char *race_of_items(int64_t to, int64_t from) {
   const fsdp_dtype f32 = RECORDER_F32;
   recorder_name_memory(device, data, sizeof data, "x");
   const fsdp_pack_item items[] = {
-      {data, f32, f32, data, 2, false, false},
-      {data + to, f32, f32, from < 0 ? NULL : data + from, 1, false, false}};
+      {data, f32, f32, data, 2, false, false, false},
+      {data + to, f32, f32, from < 0 ? NULL : data + from, 1, false, false,
+       false}};
   CHECK_OK(ops->pack(ops->context, FSDP_LANE_COMPUTE, items, 2, 1, NULL));
   snprintf(text, sizeof text, "%s", recorder_race(device));
   recorder_destroy(device);
