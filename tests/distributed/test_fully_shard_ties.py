@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from fsdp_c import FSDPModule, MixedPrecisionPolicy, checkpoint, fully_shard
-from helpers.distributed import distributed
+from helpers.distributed import TEST_DEVICE, distributed
 from helpers.models import DIM, VOCAB, tokens
 from helpers.rows import Rows, small_apart
 from helpers.shared_folder import shared_folder
@@ -93,7 +93,7 @@ def test_training(layout: str, are_apart: bool) -> None:
     state = get_model_state_dict(model)
     assert {"emb.weight", "head.weight"} <= set(state)
     with torch.no_grad():
-        model(*tokens(torch.Generator()))
+        model(*tokens(torch.Generator(TEST_DEVICE)))
     both.train(1)
 
 
@@ -135,7 +135,7 @@ def test_another_precision_is_refused() -> None:
         ValueError,
         match=r"'head\.weight' of Language and 'weight' of Embedding were tied after",
     ):
-        model(*tokens(torch.Generator()))
+        model(*tokens(torch.Generator(TEST_DEVICE)))
 
 
 @distributed(world_size=2)
@@ -144,7 +144,7 @@ def test_a_tie_after_a_forward_is_refused() -> None:
     fully_shard(model.emb)
     fully_shard(model)
     with torch.no_grad():
-        model(*tokens(torch.Generator()))
+        model(*tokens(torch.Generator(TEST_DEVICE)))
     tie(model)
     with pytest.raises(ValueError, match=r"'head\.weight' of Language was tied"):
-        model(*tokens(torch.Generator()))
+        model(*tokens(torch.Generator(TEST_DEVICE)))
