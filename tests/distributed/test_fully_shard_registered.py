@@ -250,6 +250,32 @@ def test_a_list_of_which_a_module_does_not_run(reshards: bool) -> None:
     assert are_plain(model) == {False}
 
 
+class ReadsHead(nn.Module):
+    """Reads the head's weight without a call of the head, as TRL's losses do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.head = nn.Linear(DIM, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(self.first(x).tanh(), self.head.weight)
+
+
+@distributed(world_size=2)
+def test_a_forward_without_gradients_leaves_what_is_kept() -> None:
+    """An earlier graph reads the parameters before their module's backward begins."""
+
+    def shard(model: Any) -> Any:
+        fully_shard([model.first, model.head], reshard_after_forward=False)
+        return fully_shard(model)
+
+    both = Rows(ReadsHead, shard, vectors)
+    for _ in range(2):
+        both.forward_backward(inside=functools.partial(evaluate, both.model))
+        both.check()
+
+
 def _tie(model: Any) -> None:
     model[1].weight = model[0].weight
 

@@ -164,12 +164,13 @@ fsdp_status fsdp_unit_post_forward(fsdp_unit *unit, bool in_backward,
   fsdp_unit_priv_unpin(unit);
   const bool is_root = unit->main == engine->root;
   unit->step.is_awaited |= expects_backward;
-  /* The outermost one also for the graph of an earlier forward, which may reach
-   * its parameters first: see fsdp_engine_show_root(). */
-  const bool is_kept = (expects_backward ||
-                        (is_root && unit->step.is_awaited && !unit->is_full)) &&
-                       (!unit->settings.reshard_after_forward ||
-                        (is_root && !unit->options.reshards_as_root));
+  /* Also for the graph of an earlier forward, which may reach its parameters
+   * first: of the outermost unit (see fsdp_engine_show_root()), or by another
+   * module that reads them. */
+  const bool is_kept =
+      (expects_backward || (unit->step.is_awaited && !unit->is_full)) &&
+      (!unit->settings.reshard_after_forward ||
+       (is_root && !unit->options.reshards_as_root));
   if (!is_kept) {
     FSDP_TRY(expects_backward ? fsdp_unit_priv_part(unit, error)
                               : fsdp_unit_priv_reshard(unit, error));
