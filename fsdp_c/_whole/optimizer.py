@@ -454,7 +454,9 @@ class WholeParameterOptimizer(Optimizer):
         """
         self._follow_sharding()
         self._share_rest()
-        own = save_states(self._model, self.optimizer, self._dealt, self._whole_groups)
+        own, self._plain_state_names = save_states(
+            self._model, self.optimizer, self._dealt, self._whole_groups
+        )
         kept = self.state
         self.state = defaultdict(dict, {k: v for k, v in kept.items() if v})
         self.state.update(own)

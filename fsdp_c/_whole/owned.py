@@ -247,6 +247,15 @@ class Dealt:
             merged.update(its)
         return [merged.get(index, {}) for index in range(len(self.wholes))]
 
+    def union(self, mine: set[str]) -> set[str]:
+        """Return the names of all ranks of the grids. Collective."""
+        found = set(mine)
+        for grid in self.grids:
+            for group in grid.groups:
+                what = "comparison of optimizer states"
+                found = set().union(*gathered_objects(found, group, what))
+        return found
+
 
 def gather(travelling: Sequence[Travelling], what: str) -> list[Tensor | None]:
     """Return the wholes of parts, 1-D, of the parameters that this rank owns.

@@ -43,10 +43,11 @@ def save_states(
     optimizer: Optimizer,
     dealt: Dealt,
     groups: Sequence[Mapping[str, Any]],
-) -> dict[Tensor, dict[str, Any]]:
-    """Return the state of the sharded parameters. Collective.
+) -> tuple[dict[Tensor, dict[str, Any]], frozenset[str]]:
+    """Return the state of the sharded parameters, and what of it is told. Collective.
 
     ``optimizer`` is this rank's, of wholes; ``groups`` are those of sharded parameters.
+    What is told are the names of state that has not one value per element.
 
     Raises:
         ValueError: It wraps an optimizer that has state of its own.
@@ -91,7 +92,8 @@ def save_states(
             states[whole.part.fqn].sharded[name] = part.to(device, copy=is_own)
     keys = keys_of_input(model, groups).with_parts(parts_of(model))
     assembled = assemble(keys, states)
-    return {keys.param_of_key[key]: state for key, state in assembled.items()}
+    told = frozenset(n for its in kinds for n, dtype in its.items() if dtype is None)
+    return {keys.param_of_key[key]: state for key, state in assembled.items()}, told
 
 
 def _values(
@@ -169,14 +171,16 @@ def load_states(
         state_dict={"state": given},
         keys=keys_of_input(model, groups),
     ).states
+    # On one rank a factor may have the shape of this rank's part by chance.
+    told = dealt.union({name for state in states.values() for name in state.plain})
 
     def kinds_of(whole: WholeParam) -> _Kinds:
         if not whole.is_leader:
             return {}
         state = states[whole.part.fqn]
         return {
-            **{name: value.dtype for name, value in state.sharded.items()},
-            **dict.fromkeys(state.plain),
+            name: None if name in told else state.sharded[name].dtype
+            for name in (*state.sharded, *state.plain)
         }
 
     def value_of(whole: WholeParam, name: str) -> Any:

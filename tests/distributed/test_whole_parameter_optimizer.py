@@ -595,3 +595,39 @@ def test_tensor_parallel_matrices_are_whole_over_both_meshes(
     states = get_optimizer_state_dict(model, optimizer)["state"]
     names = {param: name for name, param in plain.named_parameters()}
     assert_states(states, {names[p]: state for p, state in reference.state.items()})
+
+
+class _Rows(torch.optim.Optimizer):
+    """Keeps one number per row."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            sums = self.state[param].setdefault("row", torch.zeros(len(param)))
+            sums += param.grad.sum(1)
+
+
+@distributed(world_size=2)
+def test_factor_with_the_shape_of_a_part(rank: int) -> None:
+    """Rank 0 has two elements of a matrix of two rows, rank 1 the other six."""
+    module = nn.Module()
+    module.bias = nn.Parameter(torch.ones(4))
+    module.weight = nn.Parameter(torch.ones(2, 4))
+    model = FSDP(module, use_orig_params=True)
+    assert model.weight.numel() == (2, 6)[rank]
+    optimizer = whole_parameter_optimizer(model, _Rows, ["weight"])
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    expected = torch.full((2,), 4.0)
+    optimizer.load_state_dict(optimizer.state_dict())
+    for state in optimizer.optimizer.state.values():
+        assert torch.equal(state["row"], expected)
+    saved = FSDP.optim_state_dict(model, optimizer)
+    assert torch.equal(saved["state"]["weight"]["row"], expected)
+    fresh = whole_parameter_optimizer(model, _Rows, ["weight"])
+    fresh.load_state_dict(FSDP.optim_state_dict_to_load(model, fresh, saved))
+    loaded = FSDP.optim_state_dict(model, fresh)["state"]["weight"]["row"]
+    assert torch.equal(loaded, expected)

@@ -86,6 +86,8 @@ def collect(
         and value.numel() > 0
         and not _fits(value, its_parts[0])
     }
+    # A WholeParameterOptimizer knows wholes; here, parts have such shapes by chance.
+    plain.update(getattr(optim, "_plain_state_names", ()))
     states: dict[str, ParamState] = {}
     for fqn, part in parts.items():
         if part.param not in keys.key_of_param:
