@@ -80,7 +80,8 @@ static fsdp_status end_iteration(fsdp_engine *engine, bool expects_backward,
     if (fsdp_unit_state_is_in_flight(unit->state)) {
       FSDP_TRY(fsdp_unit_priv_reshard(unit, error));
     }
-    if (expects_backward && unit->options.shows_kept && !unit->is_in_place) {
+    const bool is_awaited = expects_backward || unit->step.is_awaited;
+    if (is_awaited && unit->options.shows_kept && !unit->is_in_place) {
       fsdp_unit_priv_leave_shown(unit);
     } else {
       FSDP_TRY(fsdp_unit_priv_hide(unit, error));
