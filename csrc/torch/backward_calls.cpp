@@ -81,7 +81,7 @@ bool is_concerned(Engine &engine, bool begins) {
   for (Unit *unit : engine.units) {
     if (begins) show_requires_grad(*unit);
   }
-  return fsdp_engine_keeps_root(engine.core);
+  return fsdp_engine_keeps_hidden(engine.core);
 }
 
 }  // namespace
@@ -107,7 +107,7 @@ extern "C" fsdp_status fsdp_torch_around_backward(bool begins,
       if (!fsdp_torch::is_concerned(*engine, begins)) continue;
       const fsdp_torch::EngineCall call(*engine, std::move(lock));
       const fsdp_status status =
-          fsdp_engine_show_root(engine->core, begins, error);
+          fsdp_engine_show_hidden(engine->core, begins, error);
       if (status != FSDP_OK) return status;
     }
     return FSDP_OK;

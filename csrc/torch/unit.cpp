@@ -334,8 +334,8 @@ void choose_settings(Unit &unit, const fsdp_torch_unit_options &options) {
   settings.settings.reshard_after_forward = options.reshard_after_forward;
   settings.settings.keeps_part = true;
   settings.settings.unshards_in_backward = true;
-  settings.reshards_as_root = settings.shows_kept_after_backward =
-      settings.finds_unused = unit.is_by_rows;
+  settings.reshards_as_root = settings.stays_shown = settings.finds_unused =
+      unit.is_by_rows;
   settings.is_apart = options.is_apart;
   settings.shows_kept = options.shows_kept;
   settings.settings.reshard_after_backward_without_sync =

@@ -145,10 +145,10 @@ TEST(test_around_a_call_of_autograd) {
   start(&options);
   PLAY(FORWARD);
   PLAY("state root HIDDEN; state head HIDDEN; view head sharded");
-  CHECK(fsdp_engine_keeps_root(m.engine));
-  CHECK_OK(fsdp_engine_show_root(m.engine, true, &error));
+  CHECK(fsdp_engine_keeps_hidden(m.engine));
+  CHECK_OK(fsdp_engine_show_hidden(m.engine, true, &error));
   PLAY("view root unsharded; view head unsharded; view embed unsharded");
-  CHECK_OK(fsdp_engine_show_root(m.engine, false, &error));
+  CHECK_OK(fsdp_engine_show_hidden(m.engine, false, &error));
   PLAY("view root sharded; view head sharded; view embed sharded");
   PLAY("pre_backward root; pre_backward embed; pre_backward head");
   PLAY("grads head; pre_backward b; grads b; pre_backward a; grads a");

@@ -112,22 +112,23 @@ TEST(test_root_may_reshard) {
 /* Autograd's graph may reach the root's parameters before its output. */
 TEST(test_root_is_shown_before_backward) {
   model_start_tree(&m, NULL, 1);
-  CHECK(!fsdp_engine_keeps_root(m.engine));
+  CHECK(!fsdp_engine_keeps_hidden(m.engine));
   PLAY("forward; view root sharded; state root HIDDEN");
-  CHECK(fsdp_engine_keeps_root(m.engine));
+  CHECK(fsdp_engine_keeps_hidden(m.engine));
   PLAY("clear");
-  CHECK_OK(fsdp_engine_show_root(m.engine, true, NULL));
+  CHECK_OK(fsdp_engine_show_hidden(m.engine, true, NULL));
   PLAY("view root unsharded; view a sharded");
-  CHECK_OK(fsdp_engine_show_root(m.engine, false, NULL)); /* not its backward */
+  CHECK_OK(
+      fsdp_engine_show_hidden(m.engine, false, NULL)); /* not its backward */
   CHECK_SCHEDULE("show root unsharded; hide root");
   PLAY("state root HIDDEN");
-  CHECK_OK(fsdp_engine_show_root(m.engine, true, NULL));
+  CHECK_OK(fsdp_engine_show_hidden(m.engine, true, NULL));
   PLAY("clear; backward");
   CHECK_TAPE_LACKS("show root unsharded"); /* it was */
-  CHECK(!fsdp_engine_keeps_root(m.engine));
-  CHECK_OK(fsdp_engine_show_root(m.engine, false, NULL));
+  CHECK(!fsdp_engine_keeps_hidden(m.engine));
+  CHECK_OK(fsdp_engine_show_hidden(m.engine, false, NULL));
   PLAY("check_grads; check_idle; enter root");
-  CHECK(!fsdp_engine_keeps_root(m.engine)); /* inside forward */
+  CHECK(!fsdp_engine_keeps_hidden(m.engine)); /* inside forward */
   PLAY("leave root; end");
 }
 
@@ -145,7 +146,7 @@ TEST(test_hidden_parameters_are_emptied) {
 TEST(test_root_is_kept_past_an_evaluation) {
   model_start_tree(&m, NULL, 1);
   PLAY("forward; eval; eval; state root HIDDEN; state a SHARDED");
-  CHECK_OK(fsdp_engine_show_root(m.engine, true, NULL));
+  CHECK_OK(fsdp_engine_show_hidden(m.engine, true, NULL));
   PLAY("view root unsharded; backward; check_grads; check_idle");
   PLAY("eval; check_sharded; check_idle; zero_grad"); /* of no graph now */
   PLAY("forward; reset; eval; check_sharded; check_idle; end");

@@ -250,49 +250,6 @@ def test_a_list_of_which_a_module_does_not_run(reshards: bool) -> None:
     assert are_plain(model) == {False}
 
 
-class Product(torch.autograd.Function):
-    """``x @ weight.T``, whose backward takes the weight as it is then."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight.T
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return grads[0] @ weight, grads[0].T @ x
-
-
-class ReadsHead(nn.Module):
-    """Reads the head's weight without a call of the head, as TRL's losses do."""
-
-    def __init__(self, *, trains_head: bool) -> None:
-        super().__init__()
-        self.first = nn.Linear(DIM, DIM)
-        self.head = nn.Linear(DIM, 3, bias=False)
-        self.head.weight.requires_grad_(trains_head)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = Product.apply(self.first(x).tanh(), self.head.weight)  # type: ignore[no-untyped-call]
-        return out
-
-
-@pytest.mark.parametrize("trains_head", [True, False])
-@distributed(world_size=2)
-def test_a_forward_without_gradients_leaves_what_is_kept(trains_head: bool) -> None:
-    """An earlier graph reads the parameters before their module's backward begins."""
-
-    def shard(model: Any) -> Any:
-        fully_shard([model.first, model.head], reshard_after_forward=False)
-        return fully_shard(model)
-
-    both = Rows(lambda: ReadsHead(trains_head=trains_head), shard, vectors)
-    for _ in range(2):
-        both.forward_backward(inside=functools.partial(evaluate, both.model))
-        both.check()
-
-
 def _tie(model: Any) -> None:
     model[1].weight = model[0].weight
 

@@ -27,7 +27,7 @@ from helpers.impl import (
 )
 from helpers.models import DIM, MLP, Block
 from helpers.reference import Differential, assert_same, clean_name
-from helpers.rows import in_either_api
+from helpers.rows import APIS, in_either_api
 from helpers.seeds import seeded
 from helpers.transports import OWN, over
 
@@ -149,6 +149,63 @@ def test_same_as_torch() -> None:
         assert mine[2].keys() == expected[2].keys()
         for name, grad in expected[2].items():
             assert_same(f"gradient of {name}", mine[2][name], grad, tolerance)
+
+
+# Graphs that reach parameters first ---------------------------------------------
+
+
+class _Product(torch.autograd.Function):
+    """``x @ weight.T``, whose backward takes the weight as it is then."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grads[0] @ weight, grads[0].T @ x
+
+
+class _Part(nn.Module):
+    def __init__(self, *, trains_head: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.head = nn.Linear(DIM, 3, bias=False)
+        self.head.weight.requires_grad_(trains_head)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.first(x).tanh()
+        return hidden
+
+
+class _ReadsHead(nn.Module):
+    """Reads the weight of a head that it does not call, as TRL's losses do."""
+
+    def __init__(self, *, trains_head: bool) -> None:
+        super().__init__()
+        self.part = _Part(trains_head=trains_head)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.part(x)
+        out: Tensor = _Product.apply(hidden, self.part.head.weight)  # type: ignore[no-untyped-call]
+        return out
+
+
+@varied(trains_head=[True, False], api=APIS)
+@distributed(world_size=2)
+def test_a_forward_without_gradients_in_between(trains_head: bool, api: str) -> None:
+    """What an earlier forward kept is whole in the earlier graph's backward."""
+    both = in_either_api(
+        api,
+        lambda: _ReadsHead(trains_head=trains_head),
+        {_Part},
+        strategy="SHARD_GRAD_OP",
+    )
+    for _ in range(2):
+        both.forward_backward(inside=both.evaluate)
+        both.check()
 
 
 # What is shown ----------------------------------------------------------------

@@ -345,7 +345,7 @@ static fsdp_status finish_unit(fsdp_unit *unit, fsdp_error *error) {
   }
   FSDP_TRY(reshard_after_backward(unit, error));
   if (unit->num_forwards == 0) { /* else the rest of one reads what it shows */
-    if (unit->options.shows_kept_after_backward) {
+    if (unit->options.stays_shown) {
       fsdp_unit_priv_pin(unit); /* if its block is kept, the user sees it */
     } else {
       FSDP_TRY(fsdp_unit_priv_hide(unit, error));

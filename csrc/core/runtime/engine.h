@@ -148,9 +148,9 @@ typedef struct fsdp_unit_options {
                         [Unused parameters] in runtime/unused.c */
   bool is_apart;     /* of the module of the unit added before it: Note [Units
                         apart] in runtime/apart.c. It finds unused parameters */
-  bool shows_kept_after_backward; /* those that a backward without reduction
-                                     keeps stay shown, too: the user has other
-                                     objects for the shards */
+  bool stays_shown;  /* also through a backward without reduction that keeps
+                        them, or a forward without gradients: the user has other
+                        objects for the shards */
   fsdp_prefetch backward_prefetch;
   bool forward_prefetch;
   /* Gradients are multiplied by prescale before the reduction and by
@@ -324,14 +324,16 @@ bool fsdp_unit_is_requested(fsdp_unit *unit);
  * Backward uses them either way. Nothing happens inside forward or backward. */
 FSDP_NODISCARD fsdp_status fsdp_engine_show_kept(fsdp_engine *engine,
                                                  bool shows, fsdp_error *error);
-/* Around a call of autograd. Before it, `shows`: shows the parameters of the
- * outermost unit where they are kept for backward, but hidden: its graph may
- * reach them before it reaches the unit's output. After it: hides them, if they
- * are still kept. Nothing happens inside forward or backward. */
-FSDP_NODISCARD fsdp_status fsdp_engine_show_root(fsdp_engine *engine,
-                                                 bool shows, fsdp_error *error);
+/* Around a call of autograd. Before it, `shows`: shows parameters that are kept
+ * for backward, but hidden, of the outermost unit or by a forward without
+ * gradients: a graph may reach them before it reaches their unit's output.
+ * After it: hides them, if they are still kept. Nothing happens inside forward
+ * or backward. */
+FSDP_NODISCARD fsdp_status fsdp_engine_show_hidden(fsdp_engine *engine,
+                                                   bool shows,
+                                                   fsdp_error *error);
 /* Whether that has anything to show, or to hide. */
-bool fsdp_engine_keeps_root(const fsdp_engine *engine);
+bool fsdp_engine_keeps_hidden(const fsdp_engine *engine);
 /* Whether a forward left the unit's parameters shown. */
 bool fsdp_unit_is_left_shown(const fsdp_unit *unit);
 /* Whether it did of some unit, and backward has not begun. */

@@ -80,8 +80,10 @@ static fsdp_status end_iteration(fsdp_engine *engine, bool expects_backward,
     if (fsdp_unit_state_is_in_flight(unit->state)) {
       FSDP_TRY(fsdp_unit_priv_reshard(unit, error));
     }
-    const bool is_awaited = expects_backward || unit->step.is_awaited;
-    if (is_awaited && unit->options.shows_kept && !unit->is_in_place) {
+    const bool is_for_backward =
+        expects_backward ||
+        (unit->options.stays_shown && unit->step.is_awaited);
+    if (is_for_backward && unit->options.shows_kept && !unit->is_in_place) {
       fsdp_unit_priv_leave_shown(unit);
     } else {
       FSDP_TRY(fsdp_unit_priv_hide(unit, error));
@@ -166,8 +168,7 @@ fsdp_status fsdp_unit_post_forward(fsdp_unit *unit, bool in_backward,
   const bool is_root = unit->main == engine->root;
   unit->step.is_awaited |= expects_backward;
   /* Also for the graph of an earlier forward, which may reach its parameters
-   * first: of the outermost unit (see fsdp_engine_show_root()), or by another
-   * module that reads them. */
+   * first: see fsdp_engine_show_hidden(). */
   const bool is_kept =
       (expects_backward || (unit->step.is_awaited && !unit->is_full)) &&
       (!unit->settings.reshard_after_forward ||

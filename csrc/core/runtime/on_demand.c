@@ -105,30 +105,31 @@ bool fsdp_engine_shows_kept(const fsdp_engine *engine) {
   return engine->shows_kept && !engine->in_backward;
 }
 
-/* Of the outermost module: whether it keeps parameters that are hidden, or are
- * shown for a call of autograd only. */
-static bool is_kept_in_root(const fsdp_unit *unit) {
-  return unit->main == unit->engine->root && !unit->is_left_shown &&
-         !unit->is_resident && !unit->is_pinned &&
+/* Whether it keeps parameters that are hidden, or are shown for a call of
+ * autograd only: of the outermost module, or those that a forward without
+ * gradients hid from an earlier one's backward. */
+static bool is_kept_hidden(const fsdp_unit *unit) {
+  return (unit->main == unit->engine->root || unit->step.is_awaited) &&
+         !unit->is_left_shown && !unit->is_resident && !unit->is_pinned &&
          (unit->state == FSDP_UNIT_HIDDEN ||
           unit->state == FSDP_UNIT_UNSHARDED);
 }
 
-bool fsdp_engine_keeps_root(const fsdp_engine *engine) {
+bool fsdp_engine_keeps_hidden(const fsdp_engine *engine) {
   if (engine->depth > 0 || engine->in_backward) return false;
   for (size_t i = 0; i < engine->num_units; i++) {
-    if (is_kept_in_root(engine->units[i])) return true;
+    if (is_kept_hidden(engine->units[i])) return true;
   }
   return false;
 }
 
-fsdp_status fsdp_engine_show_root(fsdp_engine *engine, bool shows,
-                                  fsdp_error *error) {
+fsdp_status fsdp_engine_show_hidden(fsdp_engine *engine, bool shows,
+                                    fsdp_error *error) {
   fsdp_status status = FSDP_OK;
-  if (!fsdp_engine_keeps_root(engine)) return FSDP_OK;
+  if (!fsdp_engine_keeps_hidden(engine)) return FSDP_OK;
   for (size_t i = 0; i < engine->num_units; i++) {
     fsdp_unit *unit = engine->units[i];
-    if (!is_kept_in_root(unit)) continue;
+    if (!is_kept_hidden(unit)) continue;
     FSDP_TRY(shows ? fsdp_unit_priv_wait_unshard(unit, error)
                    : fsdp_unit_priv_hide(unit, error));
   }
