@@ -610,6 +610,7 @@ class _Rows(torch.optim.Optimizer):
             sums += param.grad.sum(1)
 
 
+@pytest.mark.cpu_only("on accelerators parameters are aligned, and parts are others")
 @distributed(world_size=2)
 def test_factor_with_the_shape_of_a_part(rank: int) -> None:
     """Rank 0 has two elements of a matrix of two rows, rank 1 the other six."""
