@@ -1,10 +1,11 @@
 """Warns when something still uses parameters that sharded ones stand for.
 
-One that was made before ``fully_shard()``, or before a FullyShardedDataParallel with
-flat parameters, steps tensors that get no gradient: it trains nothing, without a word.
-So does one that was made while modules had whole parameters: between a forward that
-keeps them and its backward, or after ``unshard()``. A module that has parameters in a
-list of its own, or shares them from outside, computes with the old ones for ever.
+An optimizer that was made before ``fully_shard()``, or before a
+FullyShardedDataParallel with flat parameters, steps tensors that get no gradient: it
+trains nothing, without a word. So does one that was made while modules had whole
+parameters: between a forward that keeps them and its backward, or after ``unshard()``.
+A module that keeps parameters in a list of its own, or shares them from outside,
+computes with the old ones.
 """
 
 import functools

@@ -38,7 +38,7 @@ typedef struct fsdp_pack_item {
   int64_t numel;
   bool add;    /* add to what is there instead of replacing it */
   bool is_one; /* without `from`: writes ones, not zeros; neither is scaled */
-  bool scales_first; /* converts what was scaled, instead of the other way */
+  bool scales_first; /* scales, then converts; else it converts first */
 } fsdp_pack_item;
 
 typedef struct fsdp_device_ops {

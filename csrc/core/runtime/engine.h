@@ -148,8 +148,8 @@ typedef struct fsdp_unit_options {
                         [Unused parameters] in runtime/unused.c */
   bool is_apart;     /* of the module of the unit added before it: Note [Units
                         apart] in runtime/apart.c. It finds unused parameters */
-  bool stays_shown;  /* also through a backward without reduction that keeps
-                        them, or a forward without gradients: the user has other
+  bool stays_shown;  /* what is kept does, past a backward without reduction or
+                        a forward without gradients, too: the user has other
                         objects for the shards */
   fsdp_prefetch backward_prefetch;
   bool forward_prefetch;
