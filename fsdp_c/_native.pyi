@@ -133,6 +133,7 @@ class Unit:
         keeps_part: int = -1,
         reshard_after_backward: int = -1,
         fills_unused: int = -1,
+        keeps_for_inference: int = -1,
     ) -> None: ...
     def set_prefetches(self, in_backward: bool, units: Sequence[Unit], /) -> None: ...
     def bind_flat_params(self, flat_params: Sequence[torch.Tensor], /) -> None: ...
@@ -444,6 +445,9 @@ def broadcast(group: ProcessGroup, tensor: torch.Tensor, label: str, /) -> bool:
 
 def copy_tensors(copies: Copies, /) -> None:
     """Make them."""
+
+def expect_writes() -> None:
+    """Let all engines gather anew in their next forward: parameters will be written."""
 
 def watched_engine(engine: Any, /) -> Any:
     """Autograd's engine, whose calls all engines of units are told of."""

@@ -167,6 +167,18 @@ static PyObject *describe_failure(PyObject *Py_UNUSED(module), PyObject *args) {
   return fsdp_torch_describe_failure(process_group, cause, operation);
 }
 
+PyDoc_STRVAR(expect_writes_doc,
+             "expect_writes($module, /)\n--\n\n"
+             "Let all engines gather anew in their next forward: somebody is\n"
+             "about to write parameters.");
+
+static PyObject *expect_writes(PyObject *Py_UNUSED(module),
+                               PyObject *Py_UNUSED(ignored)) {
+  FSDP_LOCAL_ERROR(error);
+  const fsdp_status status = fsdp_torch_expect_writes(&error);
+  return fsdp_none_or_error(status, &error);
+}
+
 PyDoc_STRVAR(
     watched_engine_doc,
     "watched_engine($module, engine, /)\n--\n\n"
@@ -174,6 +186,7 @@ PyDoc_STRVAR(
 
 static PyMethodDef module_methods[] = {
     {"watched_engine", fsdp_module_watched_engine, METH_O, watched_engine_doc},
+    {"expect_writes", expect_writes, METH_NOARGS, expect_writes_doc},
     {"describe_failure", describe_failure, METH_VARARGS, describe_failure_doc},
     {"build_info", build_info, METH_NOARGS, build_info_doc},
     {"crc32c", (PyCFunction)(void (*)(void))fsdp_module_crc32c,

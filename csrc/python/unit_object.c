@@ -531,7 +531,8 @@ PyDoc_STRVAR(unit_reshard_doc,
 PyDoc_STRVAR(unit_set_doc,
              "set($self, /, *, sync=-1, reshard_after_forward=-1,\n"
              "    divisor=-1.0, unshard_in_backward=-1, keeps_part=-1,\n"
-             "    reshard_after_backward=-1, fills_unused=-1)\n"
+             "    reshard_after_backward=-1, fills_unused=-1,\n"
+             "    keeps_for_inference=-1)\n"
              "--\n\n"
              "Change what is given. divisor 0: the number of ranks.");
 

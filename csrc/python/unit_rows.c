@@ -123,8 +123,8 @@ int fsdp_unit_object_leave_forward(unit_object *self) {
     return 0;
   }
   PyErr_Fetch(&type, &value, &traceback);
-  const int result =
-      show(self, fsdp_torch_unit_shown_after_forward(self->unit));
+  int result = show(self, fsdp_torch_unit_shown_after_forward(self->unit));
+  if (result == 0) result = fsdp_torch_unit_hide_for_inference(self->unit);
   if (result < 0 && type != NULL) PyErr_Clear(); /* the first error counts */
   if (type == NULL) return result;
   PyErr_Restore(type, value, traceback);
@@ -268,20 +268,24 @@ PyObject *fsdp_unit_object_part_of(PyObject *object, PyObject *index) {
 
 PyObject *fsdp_unit_object_set(PyObject *object, PyObject *args,
                                PyObject *kwargs) {
-  static const char *const keywords[] = {
-      "sync",         "reshard_after_forward",
-      "divisor",      "unshard_in_backward",
-      "keeps_part",   "reshard_after_backward",
-      "fills_unused", NULL};
+  static const char *const keywords[] = {"sync",
+                                         "reshard_after_forward",
+                                         "divisor",
+                                         "unshard_in_backward",
+                                         "keeps_part",
+                                         "reshard_after_backward",
+                                         "fills_unused",
+                                         "keeps_for_inference",
+                                         NULL};
   fsdp_unit_settings *settings = fsdp_unit_get_settings(
       fsdp_torch_unit_core(((unit_object *)object)->unit));
   int sync = -1, reshards = -1, unshards = -1, keeps_part = -1;
-  int reshards_after_backward = -1, fills_unused = -1;
+  int reshards_after_backward = -1, fills_unused = -1, for_inference = -1;
   double divisor = -1;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$iidiiii:set",
-                                   FSDP_KEYWORDS(keywords), &sync, &reshards,
-                                   &divisor, &unshards, &keeps_part,
-                                   &reshards_after_backward, &fills_unused)) {
+  if (!PyArg_ParseTupleAndKeywords(
+          args, kwargs, "|$iidiiiii:set", FSDP_KEYWORDS(keywords), &sync,
+          &reshards, &divisor, &unshards, &keeps_part, &reshards_after_backward,
+          &fills_unused, &for_inference)) {
     return NULL;
   }
   if (sync > FSDP_SYNC_SHARD) {
@@ -298,6 +302,7 @@ PyObject *fsdp_unit_object_set(PyObject *object, PyObject *args,
         reshards_after_backward != 0;
   }
   if (fills_unused >= 0) settings->fills_unused = fills_unused != 0;
+  if (for_inference >= 0) settings->keeps_for_inference = for_inference != 0;
   if (keeps_part >= 0) settings->keeps_part = keeps_part != 0;
   if (unshards >= 0) settings->unshards_in_backward = unshards != 0;
   Py_RETURN_NONE;

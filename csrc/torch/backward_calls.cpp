@@ -114,6 +114,22 @@ extern "C" fsdp_status fsdp_torch_around_backward(bool begins,
   };
 }
 
+extern "C" fsdp_status fsdp_torch_expect_writes(fsdp_error *error) {
+  GUARDED(error) {
+    for (const auto &engine : fsdp_torch::engines_that_live()) {
+      auto lock = fsdp_torch::lock_of(*engine);
+      if (!lock.owns_lock() || engine->is_aborted ||
+          !fsdp_engine_keeps_between_forwards(engine->core)) {
+        continue;
+      }
+      const fsdp_torch::EngineCall call(*engine, std::move(lock));
+      const fsdp_status status = fsdp_engine_expect_writes(engine->core, error);
+      if (status != FSDP_OK) return status;
+    }
+    return FSDP_OK;
+  };
+}
+
 extern "C" PyObject *fsdp_torch_leaf_of(PyObject *object) {
   HANDLE_TH_ERRORS
   if (!THPVariable_Check(object)) return Py_NewRef(object);

@@ -296,6 +296,10 @@ struct _object *fsdp_torch_unit_part_of(fsdp_torch_unit *unit, int64_t index);
  * that the unit keeps, which the engine remembers then. GIL. */
 fsdp_torch_shown fsdp_torch_unit_shown_after_forward(fsdp_torch_unit *unit)
     FSDP_NOEXCEPT;
+/* After the outermost forward: registers the sharded parameters in units that
+ * keep whole ones for the next forward without gradients, which they showed
+ * until now. GIL. 0, or -1 with an exception. */
+int fsdp_torch_unit_hide_for_inference(fsdp_torch_unit *unit) FSDP_NOEXCEPT;
 /* Before a new iteration drops what units keep, or what a backward that raised
  * left: registers the sharded parameters again, but for units that the user
  * unsharded. Cheap if nothing is kept. GIL, released while it waits for that
@@ -481,6 +485,10 @@ FSDP_NODISCARD fsdp_status fsdp_torch_engine_run_capture_stage(
  * thread holds an engine's lock. may block */
 FSDP_NODISCARD fsdp_status fsdp_torch_around_backward(bool begins,
                                                       fsdp_error *error);
+
+/* fsdp_engine_expect_writes() of all engines, but for those that another thread
+ * is in. GIL, as there. */
+FSDP_NODISCARD fsdp_status fsdp_torch_expect_writes(fsdp_error *error);
 /* What autograd knows a parameter of `fully_shard` as, if the object is one,
  * else the object. GIL. A new reference, or NULL with an exception. */
 struct _object *fsdp_torch_leaf_of(struct _object *object);

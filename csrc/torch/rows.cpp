@@ -545,6 +545,21 @@ fsdp_torch_shown fsdp_torch_unit_shown_after_forward(
   return fsdp_torch::shown_at_rest(*unit->self);
 }
 
+int fsdp_torch_unit_hide_for_inference(fsdp_torch_unit *unit) noexcept {
+  const auto &engine = unit->self->engine;
+  if (!engine || !engine->shows_kept || fsdp_engine_in_forward(engine->core)) {
+    return 0;
+  }
+  for (const Unit *each : engine->units) {
+    if (fsdp_unit_get_state(each->core) != FSDP_UNIT_KEPT) continue;
+    if (each->face.context == nullptr || !each->is_by_rows) continue;
+    if (each->face.show(each->face.context, FSDP_TORCH_SHOWN_SHARDED) < 0) {
+      return -1;
+    }
+  }
+  return 0;
+}
+
 int fsdp_torch_unit_hide_kept(fsdp_torch_unit *unit) noexcept {
   const auto &engine = unit->self->engine;
   if (engine && engine->shows_plain) {
@@ -575,7 +590,10 @@ int fsdp_torch_unit_show_kept(fsdp_torch_unit *unit, bool shows) noexcept {
   }
   HANDLE_TH_ERRORS
   if (!shows && fsdp_torch_unit_hide_kept(unit) < 0) return -1;
-  if (!shows && !fsdp_engine_shows_kept(engine->core)) return 0;
+  if (!shows && !fsdp_engine_shows_kept(engine->core) &&
+      !fsdp_engine_keeps_between_forwards(engine->core)) {
+    return 0;
+  }
   FSDP_LOCAL_ERROR(error);
   fsdp_status status = FSDP_OK;
   {
@@ -583,6 +601,9 @@ int fsdp_torch_unit_show_kept(fsdp_torch_unit *unit, bool shows) noexcept {
     const fsdp_torch::EngineCall call(*engine);
     engine->recover();
     status = fsdp_engine_show_kept(engine->core, shows, &error);
+    if (status == FSDP_OK && !shows) {
+      status = fsdp_engine_expect_writes(engine->core, &error);
+    }
   }
   if (status != FSDP_OK) fsdp_torch::throw_error(error);
   return shows ? fsdp_torch::show_kept_parallel(*engine) : 0;

@@ -102,6 +102,10 @@ fsdp_status fsdp_torch_unit_pre_forward(fsdp_torch_unit *unit,
       fsdp_torch::open_backward(self.engine);
     } else {
       self.ran_as_root = !fsdp_engine_in_forward(self.engine->core);
+      if (self.ran_as_root) {
+        fsdp_engine_set_records_graph(self.engine->core,
+                                      c10::GradMode::is_enabled());
+      }
       fsdp_torch::follow_requires_grad(self);
       if (c10::GradMode::is_enabled()) fsdp_torch::note_followers(self);
     }

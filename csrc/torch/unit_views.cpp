@@ -371,6 +371,12 @@ int64_t version_of(const Param &param) {
   return sum;
 }
 
+// Over the whole parameters of the segment, in either dtype.
+bool is_over_whole(const Segment &segment, const at::Tensor &tensor) {
+  return is_over(tensor, segment.unsharded.get()) ||
+         is_over(tensor, segment.full.get());
+}
+
 fsdp_status take_writes(void * /*context*/, void *owner, bool in_backward,
                         fsdp_error *error) {
   GUARDED(error) {
@@ -380,8 +386,7 @@ fsdp_status take_writes(void * /*context*/, void *owner, bool in_backward,
       Param &param = unit.params[i];
       const Segment &segment =
           unit.segments[static_cast<size_t>(param.segment)];
-      const bool is_ours = is_over(param.tensor, segment.unsharded.get()) ||
-                           is_over(param.tensor, segment.full.get());
+      const bool is_ours = is_over_whole(segment, param.tensor);
       if (is_ours && version_of(param) == param.marked_version) continue;
       if (!is_ours && in_backward) refuse_change(unit, c10::str(i));
       const at::NoGradGuard no_grad;
@@ -419,9 +424,10 @@ void mark_params(void * /*context*/, void *owner) {
 bool params_changed(void * /*context*/, void *owner) {
   const Unit &unit = unit_of(owner);
   for (const Param &param : unit.params) {
-    const bool
-        is_whole =  // what the user has is another tensor, over the shard
-        unit.is_by_rows && is_over(param.tensor, storage_of(param.unsharded));
+    const Segment &segment = unit.segments[static_cast<size_t>(param.segment)];
+    const bool is_whole =
+        unit.is_by_rows ? is_over(param.tensor, storage_of(param.unsharded))
+                        : is_over_whole(segment, param.tensor);
     if (!is_whole && !is_over(param.tensor, storage_of(param.sharded))) {
       return true;
     }

@@ -42,13 +42,13 @@ from fsdp_c._units.owner import Running, owners_in, owners_of
 # Called with the root of every engine that is made.
 engine_listeners: list[Callable[[nn.Module], object]] = []
 
-# Roots with units that do not reshard after forward.
+# Roots of FSDP1 with units that do not reshard after forward.
 _keeping: WeakSet[ShardedModule] = WeakSet()
 
 
 @functools.cache
 def _hook_optimizers() -> None:
-    register_optimizer_step_pre_hook(_show_shards)
+    register_optimizer_step_pre_hook(_before_step)
 
 
 @functools.cache
@@ -57,8 +57,9 @@ def _watch_backwards() -> None:
     replace_autograd_engine(_native.watched_engine)
 
 
-def _show_shards(*_: Any) -> None:
-    """Before the step of an optimizer, whose state is of the shards' shapes."""
+def _before_step(*_: Any) -> None:
+    """Show the shards, of whose shapes an optimizer's state is; it writes them."""
+    _native.expect_writes()
     for root in tuple(_keeping):
         root._sharded.unit.show_kept(False)
 
@@ -89,6 +90,7 @@ def _make_engine(module: nn.Module) -> None:
         adopt_in_backward_optimizers(owner)
     engine = _native.Engine(units)
     _watch_backwards()
+    _hook_optimizers()
     watch_optimizers()
     owned = list(zip(owners, units, strict=True))
     explain_shard_reads(owned)
@@ -104,7 +106,6 @@ def _make_engine(module: nn.Module) -> None:
         for owner in owners:
             owner.begin_in_engine()
         if any(each._sharded.config.keeps_params for each in sharded_modules(module)):
-            _hook_optimizers()
             _keeping.add(next(sharded_modules(module)))
         for listener in engine_listeners:
             listener(module)

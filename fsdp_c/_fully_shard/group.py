@@ -348,6 +348,7 @@ class Group(Owner):
 
         def before_load(*args: Any) -> None:
             reshard(*args)
+            _native.expect_writes()
             group = owner()
             # torch.utils.swap_tensors() takes parameters that no unit holds.
             if group is not None and get_swap_module_params_on_conversion():
@@ -398,6 +399,7 @@ class Group(Owner):
         self.unit.set(
             sync=sync,
             reshard_after_forward=self.reshards_after_forward,
+            keeps_for_inference=settings.reshards is False,
             divisor=settings.divisor,
             unshard_in_backward=settings.unshards_in_backward,
             keeps_part=settings.keeps_part,

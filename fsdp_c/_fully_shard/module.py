@@ -202,7 +202,10 @@ class FSDPModule(TorchFSDPModule):
         """Change fully_shard()'s argument of this name.
 
         Args:
-            reshard_after_forward: Its new value.
+            reshard_after_forward: Its new value. With False an evaluation, or a model
+                that generates, gathers the parameters once: forwards without gradients
+                keep them for the next one, until a forward that trains, the step of an
+                optimizer, a write to the parameters or ``reshard()``.
             recurse: Also for the groups inside.
 
         Raises:

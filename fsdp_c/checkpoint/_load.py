@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from fsdp_c import _native
 from fsdp_c._fully_shard.group import groups_in
 from fsdp_c._units.base import ShardedModule
 from fsdp_c._units.device import synchronize, wait_for_uploads
@@ -99,6 +100,7 @@ def load(
             problem = "the ranks found different checkpoints at the path"
             raise CheckpointError(headline, [problem])
         with progress_bar("loading", source.read_nbytes, is_on) as advance:
+            _native.expect_writes()
             with ranks.together(_BROKEN):
                 source.run(advance)
             with ranks.together(_BROKEN):

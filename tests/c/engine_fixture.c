@@ -282,6 +282,7 @@ fsdp_unit_options model_unit_options(model *self, int64_t index,
       .settings = {.reshard_after_forward = !options->keeps_after_forward,
                    .reshard_after_backward_without_sync =
                        !options->keeps_without_sync,
+                   .keeps_for_inference = options->keeps_for_inference,
                    .keeps_part = true,
                    .unshards_in_backward = true},
       .shows_kept = options->shows_kept,

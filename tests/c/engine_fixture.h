@@ -47,6 +47,7 @@ typedef struct model_options {
   fsdp_dtype held_dtype;    /* code 0: reduce_dtype */
   fsdp_dtype grad_dtype;    /* code 0: the master dtype */
   bool keeps_after_forward; /* as SHARD_GRAD_OP does */
+  bool keeps_for_inference; /* as set_reshard_after_forward(False) does */
   bool shows_kept;          /* those are shown until backward */
   bool keeps_without_sync;  /* after a backward in no_sync */
   bool finds_unused;        /* parameters of which no rank has a gradient */
@@ -206,6 +207,8 @@ void model_step(model *self);
  *   leave_kept      this backward is asked for no gradient of a parameter
  *   finish          the end of backward
  *   forward, eval   forward of the whole model; no backward follows eval
+ *   infer           likewise, and it records no graph
+ *   expect_writes   lets the next forward gather anew
  *   backward, step  backward of the whole model; forward and backward
  *   summon a, dismiss a, drop a   drop: without a write-back
  *   destroy a, reset, zero_grad, optimizer

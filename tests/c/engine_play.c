@@ -104,6 +104,15 @@ static fsdp_status call(const char *word, const char *name,
                         const char *expected, fsdp_error *error) {
   if (is(word, "forward")) return model_forward(&m, true, error);
   if (is(word, "eval")) return model_forward(&m, false, error);
+  if (is(word, "infer")) {
+    fsdp_engine_set_records_graph(m.engine, false);
+    const fsdp_status status = model_forward(&m, false, error);
+    fsdp_engine_set_records_graph(m.engine, true);
+    return status;
+  }
+  if (is(word, "expect_writes")) {
+    return fsdp_engine_expect_writes(m.engine, error);
+  }
   if (is(word, "backward")) return model_backward(&m, error);
   if (is(word, "step")) {
     const fsdp_status status = model_forward(&m, true, error);

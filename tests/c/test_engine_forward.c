@@ -25,6 +25,44 @@ TEST(test_forward_without_backward_keeps_nothing) {
   PLAY("check_sharded; end");
 }
 
+/* Unless asked to, for the next one, if the parameters stay as they are. */
+TEST(test_forward_without_graph_keeps_for_the_next_one) {
+  model_options options = {.keeps_after_forward = true,
+                           .keeps_for_inference = true};
+  model_start_tree(&m, &options, 1);
+  PLAY("infer; state root KEPT; state a KEPT; view a sharded; clear; infer");
+  CHECK_SCHEDULE("show root unsharded; show a unsharded; hide root; hide a");
+  PLAY("num_all_gathers 2; optimizer; infer; num_all_gathers 4");
+  recorder_set_params_changed(m.device, false); /* since it kept them */
+  PLAY("infer; num_all_gathers 4; expect_writes; check_sharded; check_idle");
+  PLAY("infer; num_all_gathers 6");
+  /* A training step gathers for itself, and leaves nothing. */
+  PLAY("step; num_all_gathers 8; check_grads; check_sharded; check_idle");
+  /* What an earlier forward's backward awaits is that graph's. */
+  PLAY("zero_grad; forward; infer; state root HIDDEN; expect_writes");
+  PLAY("state a HIDDEN; backward; check_grads; check_sharded; check_idle");
+  /* A backward of nothing ends it, too. */
+  PLAY("infer; state a KEPT; open; finish; check_sharded; check_idle; end");
+}
+
+/* So is what a forward kept for its backward. */
+TEST(test_forwards_of_one_backward_gather_once) {
+  model_options options = {.keeps_after_forward = true, .shows_kept = true};
+  model_start_tree(&m, &options, 1);
+  PLAY("forward; infer; num_all_gathers 2; clear; forward; num_all_gathers 2");
+  PLAY("backward; check_grads; check_sharded; check_idle; zero_grad");
+  /* Not if somebody is to write in between, or has. */
+  PLAY("forward; num_all_gathers 4; expect_writes; state a UNSHARDED");
+  PLAY("forward; num_all_gathers 6; forward; num_all_gathers 6; optimizer");
+  PLAY("forward; num_all_gathers 8; backward; check_sharded; check_idle; end");
+}
+
+TEST(test_forward_without_graph_keeps_nothing_unasked) {
+  model_options options = {.keeps_after_forward = true};
+  model_start_tree(&m, &options, 1);
+  PLAY("infer; check_sharded; check_idle; infer; num_all_gathers 4; end");
+}
+
 TEST(test_forward_prefetch_from_the_second_iteration) {
   model_options options = {.forward_prefetch = true};
   model_start_tree(&m, &options, 3);
@@ -92,8 +130,11 @@ TEST(test_shown_until_backward) {
   CHECK_TAPE_LACKS("show a unsharded");
   CHECK(!fsdp_engine_shows_kept(engine));
   CHECK(!fsdp_unit_is_left_shown(m.units[1].unit));
-  PLAY("check_grads; forward; clear; forward"); /* its loss is dropped */
+  PLAY("check_grads; forward"); /* its loss is dropped */
+  recorder_set_params_changed(m.device, true);
+  PLAY("clear; forward");
   CHECK_TAPE_HAS("take_writes a; show a sharded;");
+  recorder_set_params_changed(m.device, false);
   PLAY("clear");
   CHECK_OK(fsdp_engine_show_kept(engine, false, NULL));
   CHECK_TAPE_HAS("take_writes a; hide a; mark_params a");

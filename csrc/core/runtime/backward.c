@@ -362,6 +362,7 @@ static fsdp_status finish_unit(fsdp_unit *unit, fsdp_error *error) {
     fsdp_unit_priv_free_partial(unit); /* they are in the sharded gradient */
   }
   FSDP_TRY(fsdp_unit_priv_advance(unit, FSDP_EVENT_FINISH, error));
+  unit->is_for_inference = false;
   unit->step = (fsdp_unit_step){.ran_forward = unit->num_forwards > 0};
 done:
   return status;

@@ -20,6 +20,7 @@ fsdp_status fsdp_engine_create(const fsdp_device_ops *ops,
   self->ops = *ops;
   self->views = *views;
   self->sync = FSDP_SYNC_REDUCE;
+  self->records_graph = true;
   self->order_fingerprint = FSDP_ORDER_FINGERPRINT;
   FSDP_TRY(fsdp_arena_create(&self->ops, &self->arena, error));
   FSDP_TRY(fsdp_order_create(&self->order, error));

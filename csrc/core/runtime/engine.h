@@ -112,6 +112,9 @@ typedef struct fsdp_segment_options {
 typedef struct fsdp_unit_settings {
   fsdp_sync sync; /* set with the engine's; until then of this unit */
   bool reshard_after_forward;
+  bool keeps_for_inference; /* it does not, past a forward without gradients,
+                               too: Note [Kept between forwards] in
+                               runtime/forward.c */
   bool keeps_part; /* where it reshards after forward, if it has a part_group */
   bool unshards_in_backward; /* without it parameters have their shapes there,
                                 for the gradients, but no memory */
@@ -355,7 +358,19 @@ FSDP_NODISCARD fsdp_status fsdp_unit_pre_forward(fsdp_unit *unit,
                                                  bool in_backward,
                                                  fsdp_error *error);
 
-/* post_forward: reshards, unless the parameters are kept for backward.
+/* Whether the forwards that begin from now on record a graph, as at first; see
+ * keeps_for_inference. Equal on all ranks. Cannot fail. */
+void fsdp_engine_set_records_graph(fsdp_engine *engine, bool records_graph);
+/* Whether some unit holds parameters that a later forward may use. */
+bool fsdp_engine_keeps_between_forwards(const fsdp_engine *engine);
+/* Somebody is about to write the shards: gives them back, or if a backward
+ * needs them, lets the next forward do so. Nothing happens inside forward or
+ * backward. */
+FSDP_NODISCARD fsdp_status fsdp_engine_expect_writes(fsdp_engine *engine,
+                                                     fsdp_error *error);
+
+/* post_forward: reshards, unless the parameters are kept for backward, or for
+ * the next forward without gradients.
  * `expects_backward`: an output requires grad. After a failure the unit is
  * still in forward: fsdp_unit_abandon_forward() leaves it. */
 FSDP_NODISCARD fsdp_status fsdp_unit_post_forward(fsdp_unit *unit,

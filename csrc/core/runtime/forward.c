@@ -1,19 +1,95 @@
 /* Forward: what happens before and after a unit's module runs. */
 #include "runtime/engine_priv.h"
 
-/* Gives back blocks that an earlier iteration kept for a backward that did not
- * run, and those kept for this micro-batch if the user changed the weights. */
+/*
+ * Note [Kept between forwards]
+ * A unit that does not reshard after forward gathers once for several forwards
+ * before a backward: of one loss, or without gradients. With
+ * keeps_for_inference it keeps its block also after a forward without gradients
+ * that no backward awaits, and shows the shards: an evaluation, or the tokens
+ * that a model generates, gather once. Parameters are gathered again
+ *   - if they were written in between, or somebody was about to
+ *     (fsdp_engine_expect_writes). Then those of all units are: a rank may see
+ *     writes to a part of the units only, and all must gather the same;
+ *   - if a forward that records a graph finds what one without gradients kept:
+ *     weights that were put in place for an evaluation may have been taken back
+ *     by writes that torch does not count, such as those into `param.data`.
+ * Else such writes between two forwards are not seen. So nothing is kept for
+ * inference unless the user said so.
+ */
+
+static bool is_kept_for_inference(const fsdp_unit *unit) {
+  return unit->state == FSDP_UNIT_KEPT && unit->is_for_inference;
+}
+
+/* After a forward without gradients that no backward awaits. */
+static bool keeps_for_inference(const fsdp_unit *unit) {
+  return !unit->engine->records_graph && !unit->is_resident &&
+         unit->settings.keeps_for_inference && !unit->step.is_awaited;
+}
+
+/* Whether the unit holds a block that a later forward may use. */
+static bool is_kept_between(const fsdp_unit *unit) {
+  if (unit->state == FSDP_UNIT_KEPT) return unit->is_for_inference;
+  return !unit->settings.reshard_after_forward && unit->step.is_awaited &&
+         (unit->state == FSDP_UNIT_HIDDEN ||
+          unit->state == FSDP_UNIT_UNSHARDED);
+}
+
+static bool params_changed(const fsdp_unit *unit) {
+  const fsdp_view_ops *views = &unit->engine->views;
+  return views->params_changed(views->context, unit->options.owner);
+}
+
+static bool any_is_stale(const fsdp_engine *engine) {
+  for (size_t i = 0; i < engine->num_units; i++) {
+    const fsdp_unit *unit = engine->units[i];
+    if (!is_kept_between(unit)) continue;
+    if (unit->may_be_stale || params_changed(unit)) return true;
+  }
+  return false;
+}
+
+/* Gives back blocks that an earlier iteration kept, but for those that this one
+ * may use. */
 static fsdp_status drop_stale_params(fsdp_engine *engine, fsdp_error *error) {
-  const fsdp_view_ops *views = &engine->views;
+  const bool are_stale = any_is_stale(engine);
   fsdp_status status = FSDP_OK;
   for (size_t i = 0; i < engine->num_units; i++) {
     fsdp_unit *unit = engine->units[i];
     if (unit->state == FSDP_UNIT_FAILED) continue;
-    if (unit->state == FSDP_UNIT_KEPT &&
-        !views->params_changed(views->context, unit->options.owner)) {
-      continue;
+    if (is_kept_between(unit)) {
+      const bool is_in_doubt =
+          engine->records_graph && is_kept_for_inference(unit);
+      if (!are_stale && !is_in_doubt) continue;
+    } else if (unit->state == FSDP_UNIT_KEPT && !params_changed(unit)) {
+      continue; /* for this micro-batch */
     }
     if (fsdp_unit_priv_is_pinned(unit)) continue;
+    FSDP_TRY(fsdp_unit_priv_reshard(unit, error));
+  }
+done:
+  return status;
+}
+
+void fsdp_engine_set_records_graph(fsdp_engine *engine, bool records_graph) {
+  engine->records_graph = records_graph;
+}
+
+bool fsdp_engine_keeps_between_forwards(const fsdp_engine *engine) {
+  for (size_t i = 0; i < engine->num_units; i++) {
+    if (is_kept_between(engine->units[i])) return true;
+  }
+  return false;
+}
+
+fsdp_status fsdp_engine_expect_writes(fsdp_engine *engine, fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  if (engine->depth > 0 || engine->in_backward) return FSDP_OK;
+  for (size_t i = 0; i < engine->num_units; i++) {
+    fsdp_unit *unit = engine->units[i];
+    unit->may_be_stale = is_kept_between(unit);
+    if (!is_kept_for_inference(unit)) continue; /* else a backward needs it */
     FSDP_TRY(fsdp_unit_priv_reshard(unit, error));
   }
 done:
@@ -87,6 +163,10 @@ static fsdp_status end_iteration(fsdp_engine *engine, bool expects_backward,
       fsdp_unit_priv_leave_shown(unit);
     } else {
       FSDP_TRY(fsdp_unit_priv_hide(unit, error));
+    }
+    if (unit->state == FSDP_UNIT_HIDDEN && keeps_for_inference(unit)) {
+      FSDP_TRY(fsdp_unit_priv_advance(unit, FSDP_EVENT_FINISH, error));
+      unit->is_for_inference = true;
     }
   }
   if (!expects_backward) FSDP_TRY(fsdp_engine_join_host(engine, error));
@@ -173,7 +253,7 @@ fsdp_status fsdp_unit_post_forward(fsdp_unit *unit, bool in_backward,
       (expects_backward || (unit->step.is_awaited && !unit->is_full)) &&
       (!unit->settings.reshard_after_forward ||
        (is_root && !unit->options.reshards_as_root));
-  if (!is_kept) {
+  if (!is_kept && !keeps_for_inference(unit)) {
     FSDP_TRY(expects_backward ? fsdp_unit_priv_part(unit, error)
                               : fsdp_unit_priv_reshard(unit, error));
   }

@@ -184,6 +184,10 @@ struct fsdp_unit {
   int64_t reduce_position; /* reduce.c: in the recorded order; -1: not there */
   bool is_pinned;          /* on_demand.c: unsharded at the user's request */
   bool is_left_shown;      /* engine.c, unshard.c: UNSHARDED since a forward */
+  bool is_for_inference;   /* forward.c, backward.c: KEPT by a forward without
+                              gradients */
+  bool may_be_stale;       /* forward.c, unshard.c: what it holds is from before
+                              somebody was to write the shards */
 
   /* summon.c */
   bool is_summoned;
@@ -228,14 +232,15 @@ struct fsdp_engine {
   fsdp_sync sync;
   bool offloads; /* some unit does */
 
-  bool checks_order; /* check_order.c */
-  bool ran_forward;  /* forward.c, backward.c: since the last backward */
-  bool shows_kept;   /* forward.c, unshard.c, backward.c: some unit was left */
-  bool in_backward;  /* backward.c, engine.c */
-  int64_t depth;     /* forward.c, engine.c: units inside forward now */
-  fsdp_unit *root;   /* forward.c, engine.c: outermost unit of this iteration */
-  bool has_entered;  /* backward.c: a unit of this backward, but the root */
-  bool leaves_kept;  /* backward.c: this backward brings no gradient */
+  bool checks_order;  /* check_order.c */
+  bool records_graph; /* forward.c, engine.c: the forward that runs or begins */
+  bool ran_forward;   /* forward.c, backward.c: since the last backward */
+  bool shows_kept;    /* forward.c, unshard.c, backward.c: some unit was left */
+  bool in_backward;   /* backward.c, engine.c */
+  int64_t depth;      /* forward.c, engine.c: units inside forward now */
+  fsdp_unit *root;  /* forward.c, engine.c: outermost unit of this iteration */
+  bool has_entered; /* backward.c: a unit of this backward, but the root */
+  bool leaves_kept; /* backward.c: this backward brings no gradient */
   bool leaves_reduces_open;  /* engine.c: see set_waits_for_reduces */
   bool has_open_reduces;     /* gradients.c, reduce.c */
   bool is_capturing;         /* capture.c: a step, into a graph */

@@ -329,6 +329,7 @@ static fsdp_status unshard(fsdp_unit *unit, fsdp_unit_event event,
   }
   if (fsdp_unit_priv_is_checked(unit)) FSDP_TRY(agree_on_gather(unit, &local));
   unit->is_full = fsdp_unit_priv_wants_full(unit);
+  unit->may_be_stale = false;
   fsdp_unit_priv_choose_place(unit, is_on_demand);
   if (!unit->is_resident && !unit->is_in_place) {
     FSDP_TRY(take_block(unit, of_parts, &block, &local));

@@ -9,7 +9,8 @@
  *                                       forward, for backward
  *   HIDDEN       held   the shard       likewise kept
  *   KEPT         held   the shard       kept after a backward without sync, for
- *                                       the next micro-batch
+ *                                       the next micro-batch; or after a
+ *                                       forward without gradients, for the next
  *   PARTED       none   the shard       a part of the block is kept for
  *                                       backward; see Note [Parts of a unit]
  *   REDUCING     none   the shard       this backward's gradients are on the
@@ -53,7 +54,7 @@ typedef enum fsdp_unit_event {
   FSDP_EVENT_RESHARD,      /* the block was given back */
   FSDP_EVENT_PART,         /* likewise, and a part of it was kept */
   FSDP_EVENT_REDUCE,       /* a reduction was issued */
-  FSDP_EVENT_FINISH,       /* end of backward */
+  FSDP_EVENT_FINISH,       /* end of backward, or of such a forward */
   FSDP_EVENT_FAIL,
   FSDP_EVENT_RESET,
   FSDP_NUM_UNIT_EVENTS
