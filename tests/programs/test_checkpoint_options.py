@@ -19,6 +19,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
+    get_optimizer_state_dict,
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
@@ -187,6 +188,43 @@ def test_several_optimizers(use_orig_params: bool, full: bool, flattened: bool) 
         now = get_state_dict(model, optims, options=options)
         assert_alike(now[0], got[source][0])
         assert_alike(by_name(now[1]), by_name(got[source][1]))
+
+
+@distributed(world_size=2, device="cpu")
+def test_flat_states_that_are_missing() -> None:
+    """The states of one parameter: an error, or with ``strict=False`` none."""
+    strict = StateDictOptions(flatten_optimizer_state_dict=True)
+    loose = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
+    given = trained("fsdp_c", "mlp", use_orig_params=True)
+    state = get_optimizer_state_dict(*given, options=strict)
+    name = "blocks.0.fc1.weight"
+    lost = [key for key in state if key.startswith(f"state.{name}.")]
+    assert len(lost) == 3
+    for key in lost:
+        del state[key]
+    model = wrap("fsdp_c", "mlp", seed=1, use_orig_params=True)
+    optim = optimizer(model)
+    with pytest.raises(RuntimeError, match=f"Missing optimizer state .*'{name}'"):
+        set_optimizer_state_dict(model, optim, dict(state), options=strict)
+    set_optimizer_state_dict(model, optim, dict(state), options=loose)
+    now = get_optimizer_state_dict(model, optim, options=loose)
+    assert sorted(now) == sorted(state)
+    train("fsdp_c", "mlp", model, optim)  # and it can be stepped
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=2, device="cpu")
+def test_flat_states_of_a_stateless_optimizer(use_orig_params: bool) -> None:
+    """There are none, as in the optimizer that was saved."""
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    model = wrap("fsdp_c", "mlp", use_orig_params=use_orig_params)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    train("fsdp_c", "mlp", model, optim)
+    state = get_optimizer_state_dict(model, optim, options=options)
+    loaded = torch.optim.SGD(model.parameters(), lr=0.2)
+    set_optimizer_state_dict(model, loaded, state, options=options)
+    assert optim.state_dict()["state"] == loaded.state_dict()["state"] == {}
+    assert loaded.param_groups[0]["lr"] == 0.1
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])

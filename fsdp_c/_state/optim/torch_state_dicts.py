@@ -6,6 +6,8 @@ modules that did not run, padding. An optimizer of whole parameters has its stat
 their owners. Other ranks have states of these parameters. So torch must not take the
 names of states from the optimizer, which drops the others without a word. Nor may it
 make first states here, with a step on zeros, where other ranks have states.
+
+Of a parameter whose states a flat state dict lacks, torch makes empty ones.
 """
 
 import functools
@@ -34,8 +36,13 @@ def show_names_of_flat_states() -> None:
         if not is_ours and not steps_wholes(optim):
             return original(optim, state_dict, info)
         names = _names_of_states(state_dict, info.fqn_param_mapping)
+        if info.strict:
+            _check_states(optim, names, info.fqn_param_mapping)
         shown = SimpleNamespace(param_groups=optim.param_groups, state=names)
-        return original(shown, state_dict, info)
+        result = original(shown, state_dict, info)
+        # torch has an empty state for what the state dict has none for.
+        result["state"] = {name: each for name, each in result["state"].items() if each}
+        return result
 
     checkpoint._unflatten_optim_state_dict = unflatten
 
@@ -61,6 +68,28 @@ def _names_of_states(
             name = key.removeprefix(f"state.{fqn}.").partition(".")[0]
             names[params[fqn]][name] = None
     return names
+
+
+def _check_states(
+    optim: Optimizer,
+    names: Mapping[Any, Mapping[str, None]],
+    fqns_of: Mapping[Any, Iterable[str]],
+) -> None:
+    """Check that all trained parameters have states, or none, as without flattening.
+
+    The message is torch's.
+    """
+    if not any(names.values()):
+        return
+    for group in optim.param_groups:
+        for param in group["params"]:
+            if param.requires_grad and not names[param]:
+                raise RuntimeError(
+                    f"Missing optimizer state for parameter {min(fqns_of[param])!r} in "
+                    "checkpoint. The parameter requires gradients but has no saved "
+                    "optimizer state. To load anyway, use "
+                    "StateDictOptions(strict=False)."
+                )
 
 
 @functools.cache
