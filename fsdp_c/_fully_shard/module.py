@@ -80,10 +80,11 @@ class FSDPModule(TorchFSDPModule):
         """
         module = cast("nn.Module", self)
         nn.Module.zero_grad(module, set_to_none)
+        modules = set(module.modules())  # a group may have others
         for group in groups_in(module):
             if not group.shows_kept:
                 continue
-            for param in group.params.current():
+            for param in group.params.current_in(modules):
                 if param.grad is not None and not set_to_none:
                     param.grad.zero_()
                 else:

@@ -119,6 +119,12 @@ class ShardedParams:
             self._adopt_replaced()
         return self.sharded
 
+    def current_in(self, modules: Collection[nn.Module]) -> list[nn.Parameter]:
+        """Return those of :meth:`current` that ``modules`` have, not their children."""
+        sharded = self.current()
+        found = {place.param for place in self.places if place.module in modules}
+        return [sharded[index] for index in sorted(found)]
+
     def put_into(
         self, state_dict: dict[str, Any], prefix: str, module: nn.Module
     ) -> None:

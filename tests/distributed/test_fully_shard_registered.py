@@ -148,6 +148,26 @@ def test_zero_grad_in_between(set_to_none: bool) -> None:
     both.check()
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+@distributed(world_size=2)
+def test_zero_grad_of_one_module_of_a_group(set_to_none: bool) -> None:
+    """Those of the other modules stay."""
+
+    def shard(model: Any) -> Any:
+        fully_shard([model.first, model.second], reshard_after_forward=False)
+        return fully_shard(model)
+
+    both = Rows(Model, shard, vectors)
+
+    def clear() -> None:
+        for model in (both.reference, both.model):
+            model.second.zero_grad(set_to_none=set_to_none)
+
+    both.forward_backward()
+    both.forward_backward(inside=clear)
+    both.check()
+
+
 @distributed(world_size=2)
 def test_a_loss_with_the_heads_weight() -> None:
     """Fused losses take the weight of the head, outside of all forwards."""
