@@ -136,6 +136,11 @@ def note_fully_sharded(module: Module, state: Any) -> None:
     states[function.__wrapped__] = state
 
 
+def is_replicated(module: Module) -> bool:
+    """Whether ``replicate()`` was called on it: DDP's, or that of FSDP2."""
+    return "replicate" in module.__dict__.get(REGISTRY_KEY, ())
+
+
 def noted_state(module: Module) -> Any:
     """Return what note_fully_sharded() was told; None: ``module`` is not sharded."""
     function: Any = torch_fully_shard

@@ -24,6 +24,7 @@ from fsdp_c._fully_shard.comms import Comms
 from fsdp_c._fully_shard.several import Runs
 from fsdp_c._fully_shard.sharded_params import Place, ShardedParams
 from fsdp_c._fully_shard.ties import settle_ties
+from fsdp_c._torch_compat import is_replicated
 from fsdp_c._units.cuts import Cut
 from fsdp_c._units.owner import Owner, UnitFacts, owners_in, owners_of
 
@@ -443,9 +444,13 @@ def group_of(module: Any) -> Group | None:
 
 
 def own_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of one call, and what is in them and in no other group."""
-    others = {each for module in modules for each in module.modules()}
-    seen = {each for each in others.difference(modules) if owners_of(each)}
+    """Yield the modules of one call, and what is in them and in no other group.
+
+    As with torch's fully_shard, what replicate() replicates is not sharded.
+    """
+    inside = {each for module in modules for each in module.modules()}
+    seen = {each for each in inside.difference(modules) if owners_of(each)}
+    seen.update(filter(is_replicated, inside))
     for module in modules:
         yield from module.named_modules(seen)
 

@@ -153,3 +153,38 @@ def test_ignored_and_classes() -> None:
     model(torch.ones(2, 4)).sum().backward()
     assert ignored.grad is not None
     assert not isinstance(ignored.grad, DTensor)
+
+
+@pytest.mark.parametrize("of_fsdp", [False, True])
+@distributed(world_size=2, device="cpu")
+def test_replicated_modules_inside(rank: int, of_fsdp: bool) -> None:
+    """What torch's replicate() replicates stays whole; its gradients are averaged once.
+
+    Both of torch: DDP's, and that of FSDP2 if this version has it.
+    """
+    replicate: Any = torch.distributed._composable.replicate
+    if of_fsdp:
+        pytest.importorskip("torch.distributed._composable.replicate_with_fsdp")
+        replicate = torch.distributed._composable.replicate_with_fsdp.replicate
+    torch.manual_seed(0)
+    reference = nn.Sequential(
+        nn.Linear(4, 5), nn.Sequential(nn.Linear(5, 6)), nn.Linear(6, 3)
+    ).double()
+    model = copy.deepcopy(reference)
+    replicate(model[1])
+    fully_shard(model[2])
+    fully_shard(model)
+    assert dict(model[0].named_parameters())["weight"].placements == (Shard(0),)
+    for param in model[1].parameters():
+        local = param.to_local() if isinstance(param, DTensor) else param
+        assert local.shape == param.shape
+    for step in range(2):
+        batches = torch.randn(2, 7, 4, dtype=torch.float64)
+        model(batches[rank]).square().mean().backward()
+        sum(reference(each).square().mean() / 2 for each in batches).backward()
+        for (name, param), expected in zip(
+            model.named_parameters(), reference.parameters(), strict=True
+        ):
+            grad = param.grad
+            whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+            torch.testing.assert_close(whole, expected.grad, msg=f"{step} {name}")
