@@ -215,8 +215,10 @@ def _with_adapter() -> nn.Module:
 
 
 @pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
+@pytest.mark.parametrize("is_flat", [False, True])
 @distributed(world_size=2, timeout_s=300)
-def test_adapters_are_saved_and_loaded(rank: int, kind: str) -> None:
+def test_adapters_are_saved_and_loaded(rank: int, kind: str, is_flat: bool) -> None:
+    """Of layers that are units, as peft wraps them; or behind flat parameters."""
     with installed():
         plain = _with_adapter()
         from peft import get_peft_model_state_dict, set_peft_model_state_dict
@@ -225,8 +227,8 @@ def test_adapters_are_saved_and_loaded(rank: int, kind: str) -> None:
         assert len(expected) == 6
         model = _fsdp(
             plain,
-            policy=ModuleWrapPolicy({Block, nn.Linear}),  # as peft's: each adapter
-            use_orig_params=True,
+            policy=ModuleWrapPolicy({Block} if is_flat else {Block, nn.Linear}),
+            use_orig_params=not is_flat,
         )
         config: Any = ShardedStateDictConfig()
         if kind == "FULL":

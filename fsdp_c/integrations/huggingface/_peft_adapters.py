@@ -12,7 +12,8 @@ Seen in peft 0.21.2, ``utils/save_and_load.py``, ``utils/other.py`` and
   ranks with ``rank0_only``. They load nothing.
 * The names of what is in ``modules_to_save`` are those in the ``state_dict()`` of these
   modules. If they are wrapped, all ranks gather it, but the Trainer and
-  ``save_pretrained`` save on rank 0 alone, which waits for the others.
+  ``save_pretrained`` save on rank 0 alone, which waits for the others. If a flat
+  parameter of a unit around them has their parameters, it is empty.
 
 Both functions get a view of the model here that has the unwrapped model's names, and
 names alone are found without communication.
@@ -99,6 +100,19 @@ def _is_wrapped(model: object) -> bool:
     return isinstance(model, nn.Module) and any(True for _ in sharded_modules(model))
 
 
+def _hidden_names(module: nn.Module) -> Iterator[str]:
+    """Yield names of parameters that flat parameters stand for, of any unit."""
+    for name, inner in module.named_modules():
+        for key, value in vars(inner).items():
+            if isinstance(value, nn.Parameter) and is_taken(value):
+                yield clean_name(f"{name}.{key}" if name else key)
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    """Return whether the module's own ``state_dict()`` is not to be asked for names."""
+    return _is_wrapped(module) or any(True for _ in _hidden_names(module))
+
+
 def _has_wrappers(model: object) -> bool:
     """Return whether names of modules are not those in its state dict."""
     return _is_wrapped(model) or (
@@ -139,7 +153,7 @@ def _wrap_saved(original: Function) -> Function:
     def adapter_state_dict(
         self: Any, adapter_name: str, state_dict: dict[str, Any]
     ) -> dict[str, Any]:
-        if not _is_wrapped(self):
+        if not _is_sharded(self):
             return original(self, adapter_name, state_dict)  # type: ignore[no-any-return]
         prefix = _in_state_dict(adapter_name)
         return {
@@ -153,11 +167,12 @@ def _wrap_saved(original: Function) -> Function:
 
 def _wrap_to_load(original: Function) -> Function:
     def adapter_state_dict_load_map(self: Any, adapter_name: str) -> dict[str, str]:
-        if not _is_wrapped(self) or adapter_name not in self.modules_to_save:
+        if not _is_sharded(self) or adapter_name not in self.modules_to_save:
             return original(self, adapter_name)  # type: ignore[no-any-return]
         prefix = _in_state_dict(adapter_name)
-        module = CleanView(self.modules_to_save[adapter_name], knows_keys=True)
-        return {name: f"{prefix}{name}" for name in module.state_dict()}
+        module = self.modules_to_save[adapter_name]
+        names = CleanView(module, knows_keys=True).state_dict()
+        return {name: f"{prefix}{name}" for name in (*names, *_hidden_names(module))}
 
     return adapter_state_dict_load_map
 
