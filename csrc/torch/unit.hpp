@@ -214,6 +214,7 @@ struct Param {
   at::Tensor full_grad;         // view of the summoned one, while it is open
   int64_t marked_version = 0;   // unit_views.cpp
   int64_t entered_version = 0;  // likewise; when its last forward began
+  int num_same_writes = 0;      // likewise: by forwards, of the values it had
   // Likewise: see Note [Saved parameters].
   std::optional<c10::VariableVersion> whole_version;
   int64_t sharded_version = 0;
@@ -402,7 +403,7 @@ void show_sharded(Unit &unit);
 // A forward of the unit begins; and a parameter that the user wrote since,
 // whose values are dropped when the unit is resharded (nullptr: none).
 void mark_entry(Unit &unit);
-const Param *find_written(const Unit &unit);
+const Param *find_written(Unit &unit);
 // Forward sees whole parameters; a sharded gradient on them is of another
 // shape, which torch.compile refuses. It stands aside from pre_forward to
 // post_forward.

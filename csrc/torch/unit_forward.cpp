@@ -126,7 +126,7 @@ fsdp_status fsdp_torch_unit_pre_forward(fsdp_torch_unit *unit,
 
 PyObject *fsdp_torch_unit_written_param(const fsdp_torch_unit *unit) {
   HANDLE_TH_ERRORS
-  const Unit &self = *unit->self;
+  Unit &self = *unit->self;
   const bool is_kept = fsdp_unit_is_summoned(self.core) ||
                        (self.engine && is_recomputation(*self.engine));
   const fsdp_torch::Param *written =

@@ -2,6 +2,7 @@
 // points them elsewhere.
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/equal.h>
 
 #include <algorithm>
 
@@ -478,12 +479,30 @@ void mark_entry(Unit &unit) {
   for (Param &param : unit.params) param.entered_version = version_of(param);
 }
 
-const Param *find_written(const Unit &unit) {
-  for (const Param &param : unit.params) {
+// Whether this rank's part of a whole parameter has the shard's values. Some
+// writes leave them: torch.nn.utils.parametrize sets a tensor to itself when
+// it is registered, as peft does in each forward for target_parameters.
+bool has_values_of_shard(const Param &param) {
+  const at::Tensor &whole = param.unsharded;
+  const bool is_cut_by_rows = !param.is_extended && param.columns.empty();
+  if (!is_cut_by_rows || !is_over(param.tensor, storage_of(whole))) {
+    return false;
+  }
+  const at::NoGradGuard no_grad;
+  const at::Tensor part =
+      whole.view({-1}).slice(0, param.in_param.begin, param.in_param.end);
+  return at::equal(part, param.sharded.reshape({-1}).to(part.options()));
+}
+
+const Param *find_written(Unit &unit) {
+  constexpr int num_looks = 3;  // each waits for the device
+  for (Param &param : unit.params) {
     if (version_of(param) == param.entered_version) continue;
     const bool is_resident =
         storage_of(param.unsharded) == storage_of(param.sharded);
-    if (!is_resident) return &param;
+    if (is_resident || param.num_same_writes >= num_looks) continue;
+    if (!has_values_of_shard(param)) return &param;
+    param.num_same_writes++;
   }
   return nullptr;
 }

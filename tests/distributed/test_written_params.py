@@ -31,6 +31,24 @@ class _Functional(nn.Linear):
         return nn.functional.linear(x, self.weight / self.weight.norm(), self.bias)
 
 
+class _Rewriting(nn.Linear):
+    """Writes what its weight has, as registering a parametrization does."""
+
+    num_alike = 100
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.copy_(self.weight * (1 if self.num_alike > 0 else 2))
+        self.num_alike -= 1
+        return super().forward(x)
+
+
+class _Late(_Rewriting):
+    """Writes other values in its second forward."""
+
+    num_alike = 1
+
+
 def _warnings_of(layer: type[nn.Linear], api: str) -> list[str]:
     model = nn.Sequential(nn.Linear(DIM, DIM), layer(DIM, DIM), layer(DIM, 2))
     sharded = shard_by(api, model, {layer})
@@ -49,6 +67,13 @@ def test_a_write_that_is_dropped_is_named_once(api: str) -> None:
         "FSDP unit '1': its parameter 'weight' was written during forward"
     )
     assert _warnings_of(_Functional, api) == []
+
+
+@pytest.mark.parametrize("api", APIS)
+@distributed(world_size=2)
+def test_a_write_of_the_same_values_loses_nothing(api: str) -> None:
+    assert _warnings_of(_Rewriting, api) == []
+    assert len(_warnings_of(_Late, api)) == 1
 
 
 @pytest.mark.parametrize("api", APIS)
