@@ -70,6 +70,17 @@ void note_sized_storages(Unit &unit) {
   }
 }
 
+void refuse_hidden_params(Unit &unit) {
+  if (!unit.hides_params) return;
+  for (const Segment &segment : unit.segments) {
+    const int64_t itemsize =
+        static_cast<int64_t>(c10::elementSize(segment.master));
+    segment.full->set_nbytes(
+        static_cast<size_t>(segment.layout->padded_numel * itemsize));
+    refuse_access(*segment.full, unit.why_no_access);
+  }
+}
+
 void detach(const Unit &unit, c10::StorageImpl &storage) {
   if (!has_memory(storage)) return;
   const c10::Device device = storage.device();

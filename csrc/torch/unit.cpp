@@ -389,6 +389,7 @@ fsdp_status make_core(Unit &unit, fsdp_error *error) {
 fsdp_status finish_unit(Unit &unit, fsdp_error *error) {
   make_views(unit);
   note_sized_storages(unit);
+  refuse_hidden_params(unit);
   const fsdp_status status = make_core(unit, error);
   if (status != FSDP_OK) return status;
   unit.handle = std::make_shared<UnitHandle>();

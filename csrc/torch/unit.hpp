@@ -267,6 +267,7 @@ struct Unit : std::enable_shared_from_this<Unit> {
   std::unordered_set<const c10::StorageImpl *> sized_storages;
   c10::Device device{c10::DeviceType::CPU};
   bool use_orig_params = true;
+  bool hides_params = false;  // Note [Hidden parameters] in unit_views.cpp
   bool offloads = false;  // shards are in host memory, the device is elsewhere
   bool cast_forward_inputs = false;
   bool cast_root_forward_inputs = false;
@@ -334,6 +335,8 @@ void show_at(const at::Tensor &view, const StoragePtr &storage, int64_t offset);
 void attach(c10::StorageImpl &storage, void *data, int64_t nbytes);
 // Keeps the sizes of the storages of whole parameters when they are emptied.
 void note_sized_storages(Unit &unit);
+// Before the first summon of hidden parameters: what refuses them afterwards.
+void refuse_hidden_params(Unit &unit);
 // Empties it; reading it is an error that names the unit.
 void detach(const Unit &unit, c10::StorageImpl &storage);
 // lent_memory.cpp: see Note [Lent memory].

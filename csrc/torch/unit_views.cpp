@@ -124,11 +124,20 @@ bool follow_moved_shards(Unit &unit) {
   return any;
 }
 
+// Note [Hidden parameters]
+// With use_orig_params=False the flat parameter is what the user has between
+// steps. What a module still finds as `self.weight` has its whole shape and no
+// memory then, as in FSDP1: programs ask it for its shape, dtype and device.
+const at::Tensor &at_rest(const Unit &unit, const Param &param) {
+  return unit.hides_params ? param.full : param.sharded;
+}
+
 // The view that parameters have under `view`.
-const at::Tensor &view_of(const Param &param, fsdp_view view) {
+const at::Tensor &view_of(const Unit &unit, const Param &param,
+                          fsdp_view view) {
   switch (view) {
     case FSDP_VIEW_SHARDED:
-      return param.sharded;
+      return at_rest(unit, param);
     case FSDP_VIEW_UNSHARDED:
       return param.unsharded;
     case FSDP_VIEW_FULL_ON_HOST:
@@ -217,7 +226,7 @@ void hide_flat_params(Unit &unit) {
 }
 
 void show_shards(Unit &unit) {
-  for (Param &param : unit.params) show(param, param.sharded);
+  for (Param &param : unit.params) show(param, at_rest(unit, param));
   hide_flat_params(unit);
 }
 
@@ -309,7 +318,9 @@ fsdp_status show_params(void * /*context*/, void *owner, fsdp_view view,
              numel * static_cast<int64_t>(c10::elementSize(dtype)));
     }
     if (view == FSDP_VIEW_UNSHARDED && unit.is_by_rows) show_columns(unit);
-    for (Param &param : unit.params) show(param, view_of(param, view));
+    for (Param &param : unit.params) {
+      show(param, view_of(unit, param, view));
+    }
     if (view == FSDP_VIEW_UNSHARDED && unit.is_by_rows) show_extended(unit);
     if (view != FSDP_VIEW_UNSHARDED) show_flat_params(unit, view);
     return FSDP_OK;
@@ -322,12 +333,13 @@ bool take_replaced_data(Unit &unit, fsdp_view view) {
   bool any = false;
   for (size_t i = 0; i < unit.params.size(); i++) {
     Param &param = unit.params[i];
-    const at::Tensor &expected = view_of(param, view);
+    const at::Tensor &expected = view_of(unit, param, view);
     if (is_over(param.tensor, storage_of(expected))) continue;
-    write_back(unit, param, expected, i);
+    const bool is_sharded = view == FSDP_VIEW_SHARDED;
+    write_back(unit, param, is_sharded ? param.sharded : expected, i);
     show(param, expected);
     any = true;
-    if (view == FSDP_VIEW_SHARDED) unit.shard_was_written = true;
+    if (is_sharded) unit.shard_was_written = true;
   }
   return any;
 }
@@ -429,7 +441,7 @@ bool params_changed(void * /*context*/, void *owner) {
     const bool is_whole =
         unit.is_by_rows ? is_over(param.tensor, storage_of(param.unsharded))
                         : is_over_whole(segment, param.tensor);
-    if (!is_whole && !is_over(param.tensor, storage_of(param.sharded))) {
+    if (!is_whole && !is_over(param.tensor, storage_of(at_rest(unit, param)))) {
       return true;
     }
   }
@@ -471,7 +483,7 @@ void replace_param(Unit &unit, size_t index, const at::Tensor &tensor) {
   }
   param.replaced_at = ++unit.num_replaced;
   unhook_accumulator(param);
-  show(param, param.sharded);
+  show(param, at_rest(unit, param));
   old.unsafeGetTensorImpl()->shallow_copy_from(own.getIntrusivePtr());
 }
 
@@ -519,8 +531,9 @@ void add_view_ops(fsdp_view_ops *ops) {
 void make_views(Unit &unit) {
   unit.why_no_access =
       "FSDP unit '" + unit.name +
-      "' is sharded now: this tensor was a view of its unsharded parameters. "
-      "Keep a clone, or read it inside summon_full_params.";
+      "' is sharded now: this tensor is one of its unsharded parameters, or a "
+      "view of them. Use it in the unit's forward, or inside "
+      "summon_full_params. Keep a clone to read it later.";
   const bool is_alone = fsdp_flat_layout_world_size(unit.layout) == 1;
   bool all_resident = true;
   for (Segment &segment : unit.segments) {
@@ -562,6 +575,8 @@ void make_views(Unit &unit) {
                           segment.layout->padded_numel;
     param.columns = column_copies(unit, param, unit.shard_group.world_size);
   }
+  unit.hides_params = !unit.use_orig_params && !unit.is_by_rows && !is_alone &&
+                      can_refuse_access<c10::StorageImpl>;
   make_part_views(unit);
 }
 

@@ -46,6 +46,10 @@ def copy_sharded(module: Attributes, memo: dict[int, Any]) -> Any:
             "copy.deepcopy((model, optimizer)) does"
         )
     sharded.unit.show_kept(False)
+    # What flat parameters stand for has no memory to copy: the clone shows its own.
+    for use in sharded.originals.uses if sharded.originals.flat_params() else ():
+        empty, requires_grad = use.param.new_empty(0), use.param.requires_grad
+        memo.setdefault(id(use.param), type(use.param)(empty, requires_grad))
     # Without flat parameters.
     with sharded.originals.shown(), sharded.buffers.in_original_dtypes():
         wrapped: nn.Module = copy.deepcopy(module.wrapped, memo)

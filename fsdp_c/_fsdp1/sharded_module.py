@@ -47,7 +47,8 @@ class FullyShardedDataParallel(OptimStateMethods, GradientMethods, TorchClass):
     keys. Parameters keep their identity; ``parameters()`` yields the same objects
     for the whole run. Between steps they are 1-D views of this rank's shard
     (``use_orig_params=True``), or one FlatParameter per trainable or frozen
-    segment stands for them (``use_orig_params=False``).
+    segment stands for them (``use_orig_params=False``): then they have their whole
+    shapes between steps, and no memory.
 
     Args:
         module: The module to wrap.

@@ -211,6 +211,15 @@ def test_a_forward_without_gradients_in_between(trains_head: bool, api: str) -> 
 # What is shown ----------------------------------------------------------------
 
 
+def _readable_shape(weight: Tensor) -> tuple[int, ...]:
+    """Behind a flat parameter one without memory has its whole shape, too."""
+    try:
+        weight.detach().sum()
+    except RuntimeError:
+        return ()
+    return tuple(weight.shape)
+
+
 @varied(strategy=STRATEGIES, api=["FSDP", "FSDP flat"])
 @distributed(world_size=2)
 def test_what_is_shown(strategy: str, api: str) -> None:
@@ -219,13 +228,14 @@ def test_what_is_shown(strategy: str, api: str) -> None:
     root, block = model.module, model.module.blocks[1].module
     weights = {"root": lambda: root.out.weight, "block": lambda: block.fc1.weight}
     whole = {"root": (3, DIM), "block": (10, DIM)}
-    model(_batch()).sum().backward()
-    sharded = {name: tuple(get().shape) for name, get in weights.items()}
-    assert (sharded == whole) == (strategy == "NO_SHARD")
-    shown = whole if strategy == "SHARD_GRAD_OP" else sharded
 
     def look() -> dict[str, tuple[int, ...]]:
-        return {name: tuple(get().shape) for name, get in weights.items()}
+        return {name: _readable_shape(get()) for name, get in weights.items()}
+
+    model(_batch()).sum().backward()
+    sharded = look()
+    assert (sharded == whole) == (strategy == "NO_SHARD")
+    shown = whole if strategy == "SHARD_GRAD_OP" else sharded
 
     with torch.no_grad():
         model(_batch())
@@ -247,6 +257,32 @@ def test_what_is_shown(strategy: str, api: str) -> None:
     assert look() == sharded
     model(_batch()).sum()
     assert look() == shown
+
+
+class _ReadsShape(nn.Module):
+    """Reads a shape before it calls the module that has it, as peft's DoRA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(DIM, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.fc.weight
+        eye = torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)
+        product: Tensor = x @ self.fc(eye)
+        return product
+
+
+@distributed(world_size=2)
+def test_shapes_behind_flat_parameters() -> None:
+    """Between steps the whole ones, as FSDP1's, and nothing to read."""
+    differential = in_either_api("FSDP flat", _ReadsShape, {nn.Linear})
+    weight = differential.model.module.fc.module.weight
+    for _ in range(2):
+        assert weight.shape == (3, DIM)
+        with pytest.raises(RuntimeError, match="unit 'fc' is sharded now"):
+            weight.detach().sum()
+        differential.train(1)
 
 
 @distributed(world_size=2)
