@@ -115,7 +115,10 @@ def reset(model: nn.Module) -> None:
         TypeError: ``model`` is not a module.
         ValueError: Nothing in ``model`` is sharded.
     """
-    for engine in engines_in(model):
+    # A model without an engine, as after a first forward that could not make one, has
+    # nothing to reset.
+    running = [owner._running for owner in require_owners(model)]
+    for engine in {id(each.engine): each.engine for each in running if each}.values():
         engine.reset()
     for each in sharded_modules(model):
         each.end_state_dict_load()
