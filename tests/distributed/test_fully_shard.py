@@ -5,13 +5,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_c import FSDPModule, fully_shard
 from helpers.distributed import TEST_DEVICE, distributed
-from helpers.groups import groups_destroyed
+from helpers.groups import kept_mesh
 from helpers.models import CASES, MLP, Block, vectors
 from helpers.rows import Rows, shard_units
 
@@ -36,21 +35,14 @@ def test_training(model: str, reshard_after_forward: bool | None) -> None:
 @pytest.mark.parametrize("shape", [(4, 1), (2, 2), (1, 4)])
 @distributed(world_size=4)
 def test_hybrid_mesh(shape: tuple[int, int], no_sync: bool) -> None:
-    """(replicate, shard), with accumulation.
-
-    Names of their own: torch caches groups, which are destroyed, by equal meshes.
-    """
-    with groups_destroyed():
-        mesh = init_device_mesh(
-            TEST_DEVICE, shape, mesh_dim_names=("replicate", f"shard_{no_sync}")
-        )
-        both = Rows.of("uneven", mesh=mesh)
-        both.train(2)
-        both.zero_grad()
-        both.accumulate(2, no_sync=no_sync)
-        both.checked_step()
-        param = next(iter(both.model.parameters()))
-        assert param.placements == (Replicate(), Shard(0))
+    """(replicate, shard), with accumulation."""
+    both = Rows.of("uneven", mesh=kept_mesh(shape, ("replicate", "shard")))
+    both.train(2)
+    both.zero_grad()
+    both.accumulate(2, no_sync=no_sync)
+    both.checked_step()
+    param = next(iter(both.model.parameters()))
+    assert param.placements == (Replicate(), Shard(0))
 
 
 @distributed(world_size=2)

@@ -10,14 +10,13 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_c
 from fsdp_c import fully_shard
 from fsdp_c._engines.models import units_in
 from fsdp_c._units.apart import MIN_NUMEL, MOST, choose_apart
 from helpers.distributed import TEST_DEVICE, distributed
-from helpers.groups import groups_destroyed
+from helpers.groups import kept_mesh
 from helpers.models import Inputs
 from helpers.rows import Rows, small_apart
 
@@ -121,13 +120,11 @@ def test_ranks_with_other_heads() -> None:
 
 @distributed(world_size=4)
 def test_replicas() -> None:
-    with groups_destroyed():
-        mesh = init_device_mesh(TEST_DEVICE, (2, 2), mesh_dim_names=("outer", "inner"))
-        rows = HeadRows(mesh=mesh)
-        rows.steps("both")
-        rows.steps("head", "other", "both", "other")
-        rows.accumulate(2, no_sync=True)
-        rows.checked_step()
+    rows = HeadRows(mesh=kept_mesh((2, 2), ("replicate", "shard")))
+    rows.steps("both")
+    rows.steps("head", "other", "both", "other")
+    rows.accumulate(2, no_sync=True)
+    rows.checked_step()
 
 
 @distributed(world_size=2)

@@ -7,13 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from fsdp_c import FSDPModule, fully_shard
 from fsdp_c._fully_shard import arguments
 from helpers.distributed import distributed
-from helpers.groups import device_under_test, groups_destroyed
+from helpers.groups import device_under_test, groups_destroyed, kept_mesh
 from helpers.models import MLP, Block, vectors
 from helpers.rows import Rows, shard_units
 
@@ -96,10 +95,7 @@ def test_custom_collectives(model: str, reshard_after_forward: bool | None) -> N
 def test_custom_collectives_of_replicas_and_parts() -> None:
     """The group is that of the shards, and of the parts after forward."""
     with groups_destroyed():
-        mesh = init_device_mesh(
-            device_under_test(), (2, 2), mesh_dim_names=("copies", "rows")
-        )
-        both = Rows.of("uneven", mesh=mesh)
+        both = Rows.of("uneven", mesh=kept_mesh((2, 2), ("replicate", "shard")))
         both.model.set_custom_reduce_scatter(Reduces())
         both.model.set_custom_all_gather(Gathers())
         both.train(2)
@@ -129,63 +125,54 @@ def test_gather_of_several_dtypes() -> None:
 @distributed(world_size=4)
 def test_all_reduce_hook(no_sync: bool) -> None:
     """A hook that sums over replicas: 2 x 2 of a 1-D mesh."""
-    with groups_destroyed():
-        mesh = init_device_mesh(
-            device_under_test(),
-            (2, 2),
-            mesh_dim_names=(f"hooked_{no_sync}", f"rows_{no_sync}"),
-        )
-        replicas = mesh.get_group(0)
-        numels = []
+    mesh = kept_mesh((2, 2), ("replicate", "shard"))
+    replicas = mesh.get_group(0)
+    numels = []
 
-        def hook(reduced: Tensor) -> None:
-            numels.append(reduced.numel())
-            dist.all_reduce(reduced, group=replicas)
-            reduced.div_(2)
+    def hook(reduced: Tensor) -> None:
+        numels.append(reduced.numel())
+        dist.all_reduce(reduced, group=replicas)
+        reduced.div_(2)
 
-        def shard(model: nn.Module) -> Any:
-            shard_units(model, [Block], mesh=mesh[f"rows_{no_sync}"])
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.set_all_reduce_hook(hook)
-            return model
+    def shard(model: nn.Module) -> Any:
+        shard_units(model, [Block], mesh=mesh["shard"])
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_all_reduce_hook(hook)
+        return model
 
-        both = Rows(MLP, shard, vectors)
-        both.train(2)
-        both.zero_grad()
-        both.accumulate(2, no_sync=no_sync)
-        both.check()
-        num_units = sum(isinstance(m, FSDPModule) for m in both.model.modules())
-        assert len(numels) == num_units * (3 if no_sync else 4)
+    both = Rows(MLP, shard, vectors)
+    both.train(2)
+    both.zero_grad()
+    both.accumulate(2, no_sync=no_sync)
+    both.check()
+    num_units = sum(isinstance(m, FSDPModule) for m in both.model.modules())
+    assert len(numels) == num_units * (3 if no_sync else 4)
 
 
 @distributed(world_size=4)
 def test_hook_sees_means(rank: int) -> None:
     """After the all-reduce of a mesh with replicas, and after a divide factor."""
-    with groups_destroyed():
-        mesh = init_device_mesh(
-            device_under_test(), (2, 2), mesh_dim_names=("seen", "means")
-        )
-        model: Any = nn.Linear(4, 4, bias=False)
-        with torch.no_grad():
-            model.weight.zero_()
-        fully_shard(model, mesh=mesh)
-        seen: list[Tensor] = []
+    model: Any = nn.Linear(4, 4, bias=False)
+    with torch.no_grad():
+        model.weight.zero_()
+    fully_shard(model, mesh=kept_mesh((2, 2), ("replicate", "shard")))
+    seen: list[Tensor] = []
 
-        def hook(reduced: Tensor) -> None:
-            seen.append(reduced.clone())
-            reduced.fill_(7)
+    def hook(reduced: Tensor) -> None:
+        seen.append(reduced.clone())
+        reduced.fill_(7)
 
-        model.set_all_reduce_hook(hook)
-        for factor, expected in ((None, 2.5), (2.0, 5.0)):
-            if factor is not None:
-                model.set_gradient_divide_factor(factor)
-            model(torch.full((1, 4), rank + 1.0)).sum().backward()
-            assert torch.equal(seen.pop(), torch.full((8,), expected))
-            assert torch.equal(model.weight.grad.to_local(), torch.full((2, 4), 7.0))
-            model.zero_grad()
-        with pytest.raises(ValueError, match="native HSDP"):
-            model.set_all_reduce_hook(hook, stream=object())
+    model.set_all_reduce_hook(hook)
+    for factor, expected in ((None, 2.5), (2.0, 5.0)):
+        if factor is not None:
+            model.set_gradient_divide_factor(factor)
+        model(torch.full((1, 4), rank + 1.0)).sum().backward()
+        assert torch.equal(seen.pop(), torch.full((8,), expected))
+        assert torch.equal(model.weight.grad.to_local(), torch.full((2, 4), 7.0))
+        model.zero_grad()
+    with pytest.raises(ValueError, match="native HSDP"):
+        model.set_all_reduce_hook(hook, stream=object())
 
 
 @distributed(world_size=2)

@@ -8,13 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_c import fully_shard
 from fsdp_c.integrations import installed
 from helpers.distributed import distributed
-from helpers.groups import device_under_test, groups_destroyed
+from helpers.groups import kept_mesh
 from helpers.seeds import seeded
 
 DIM, NUM_MICRO_BATCHES = 6, 4
@@ -54,47 +53,31 @@ def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 @distributed(world_size=(2, 4))
 def test_schedules(name: str, reshards: bool) -> None:
     """Gradients and parameters after two steps, against the whole model."""
-    with groups_destroyed():
-        compare(*make_meshes(name, reshards), name, reshards)
+    compare(name, reshards)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zero bubble", "v zero bubble"])
 @distributed(world_size=(2, 4))
 def test_schedules_of_recomputed_stages(name: str) -> None:
     """A split backward recomputes sharded modules from inside of a stage, twice."""
-    with groups_destroyed():
-        meshes = make_meshes(f"{name} recomputed", False)
-        compare(*meshes, name, False, stage_class=_Recomputed)
+    compare(name, False, stage_class=_Recomputed)
 
 
 @distributed(world_size=2)
 def test_schedule_while_installed() -> None:
     """Torch's stages then ask fsdp_c's fully_shard for the state of a module."""
-    with groups_destroyed(), installed():
-        compare(*make_meshes("1f1b installed", True), "1f1b", True)
+    with installed():
+        compare("1f1b", True)
 
 
 @pytest.mark.parametrize("name", ["zero bubble", "v zero bubble"])
 @distributed(world_size=2)
 def test_whole_backward_of_sharded_parameters(name: str) -> None:
     """Without a split: what the error of a split one advises."""
-    with groups_destroyed():
-        options = {"dw_builder": lambda: lambda: None}
-        compare(*make_meshes(f"{name} whole", True), name, True, **options)
-
-
-def make_meshes(name: str, reshards: bool) -> tuple[Any, Any]:
-    # Names of their own: torch caches groups, which are destroyed, by equal meshes.
-    kind = f"{name}_{reshards}".replace(" ", "_")
-    names = (f"pp_{kind}", f"dp_{kind}")
-    shape = (2, dist.get_world_size() // 2)
-    mesh = init_device_mesh(device_under_test(), shape, mesh_dim_names=names)
-    return mesh[names[0]], mesh[names[1]]
+    compare(name, True, dw_builder=lambda: lambda: None)
 
 
 def compare(
-    pp: Any,
-    dp: Any,
     name: str,
     reshards: bool,
     stage_class: type[nn.Sequential] = nn.Sequential,
@@ -105,6 +88,8 @@ def compare(
     from torch.distributed import pipelining
 
     torch.manual_seed(0)
+    mesh = kept_mesh((2, dist.get_world_size() // 2), ("pp", "dp"))
+    pp, dp = mesh["pp"], mesh["dp"]
     num_dp = dp.size()
     num_stages = 4 if name in INTERLEAVED else 2
     whole = [

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp_c import (
@@ -15,7 +14,7 @@ from fsdp_c import (
     fully_shard,
 )
 from helpers.distributed import TEST_DEVICE, distributed
-from helpers.groups import device_under_test, groups_destroyed
+from helpers.groups import kept_mesh
 from helpers.models import CASES, Block, Chain, vectors
 from helpers.rows import Rows, shard_units
 from helpers.seeds import seeded
@@ -271,31 +270,28 @@ def test_meta_device() -> None:
 @distributed(world_size=4)
 def test_conversion_while_gradients_accumulate(in_shards: bool, keeps: bool) -> None:
     """One that changes nothing keeps them; others are refused, and change nothing."""
-    with groups_destroyed():
-        mesh = init_device_mesh(
-            device_under_test(), (2, 2), mesh_dim_names=("replicate", "shard")
-        )
-        both = Rows(  # the root has no parameters
-            lambda: Chain(Block() for _ in range(2)),
-            lambda model: shard_units(model, [Block], mesh=mesh),
-            vectors,
-        )
-        both.train(1)
-        both.zero_grad()
-        sync = both.model.set_requires_gradient_sync
-        sync = both.model.set_requires_all_reduce if in_shards else sync
-        both.model.set_reshard_after_backward(not keeps)
-        sync(False)
-        both.forward_backward()
-        both.model.to(TEST_DEVICE).double()
-        with pytest.raises(RuntimeError, match="gradients that no backward has red"):
-            both.model.float()
-        sync(True)
-        both.forward_backward()
-        both.check()
-        both.zero_grad()
+    mesh = kept_mesh((2, 2), ("replicate", "shard"))
+    both = Rows(  # the root has no parameters
+        lambda: Chain(Block() for _ in range(2)),
+        lambda model: shard_units(model, [Block], mesh=mesh),
+        vectors,
+    )
+    both.train(1)
+    both.zero_grad()
+    sync = both.model.set_requires_gradient_sync
+    sync = both.model.set_requires_all_reduce if in_shards else sync
+    both.model.set_reshard_after_backward(not keeps)
+    sync(False)
+    both.forward_backward()
+    both.model.to(TEST_DEVICE).double()
+    with pytest.raises(RuntimeError, match="gradients that no backward has red"):
         both.model.float()
-        assert all(p.dtype == torch.float32 for p in both.model.parameters())
+    sync(True)
+    both.forward_backward()
+    both.check()
+    both.zero_grad()
+    both.model.float()
+    assert all(p.dtype == torch.float32 for p in both.model.parameters())
 
 
 @distributed(world_size=2)

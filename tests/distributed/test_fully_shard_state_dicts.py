@@ -18,14 +18,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map_only
 
 from fsdp_c import fully_shard
 from helpers.distributed import TEST_DEVICE, distributed
-from helpers.groups import groups_destroyed
+from helpers.groups import kept_mesh
 from helpers.impl import FSDP, StateDictType, fsdp
 from helpers.seeds import generator
 from helpers.shared_folder import shared_folder
@@ -201,24 +200,22 @@ def test_options(rank: int, world_size: int, name: str) -> None:
 @distributed(world_size=4, device="cpu")
 def test_full_with_replicas(rank: int) -> None:
     """On all ranks, and on rank 0 alone, which half of the shard groups lack."""
-    with groups_destroyed():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "full"))
-        model: Any = _initial(1).bfloat16()
-        for part in model.parts:
-            fully_shard(part, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        expected = _initial(1).bfloat16().state_dict()
-        options = StateDictOptions(full_state_dict=True)
-        _assert_alike(get_model_state_dict(model, options=options), expected)
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        got = get_model_state_dict(model, options=options)
-        _assert_alike(got, expected if rank == 0 else {})
-        for name, value in got.items():
-            if name.endswith("weight"):  # it has memory of its own
-                value.zero_()
-        got = get_model_state_dict(model, options=options)
-        _assert_alike(got, expected if rank == 0 else {})
-        del model
+    mesh = kept_mesh((2, 2), ("replicate", "shard"))
+    model: Any = _initial(1).bfloat16()
+    for part in model.parts:
+        fully_shard(part, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    expected = _initial(1).bfloat16().state_dict()
+    options = StateDictOptions(full_state_dict=True)
+    _assert_alike(get_model_state_dict(model, options=options), expected)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    got = get_model_state_dict(model, options=options)
+    _assert_alike(got, expected if rank == 0 else {})
+    for name, value in got.items():
+        if name.endswith("weight"):  # it has memory of its own
+            value.zero_()
+    got = get_model_state_dict(model, options=options)
+    _assert_alike(got, expected if rank == 0 else {})
 
 
 @pytest.mark.parametrize("keeps", [True, False])

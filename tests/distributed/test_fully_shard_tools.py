@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
@@ -18,7 +17,7 @@ from fsdp_c._engines.engine import engine_listeners
 from fsdp_c.tools.trace import _automatic
 from fsdp_c.tools.trace._lanes import lanes_of
 from helpers.distributed import distributed
-from helpers.groups import device_under_test, groups_destroyed
+from helpers.groups import kept_mesh
 from helpers.models import DIM, MLP, Block
 from helpers.rows import shard_units
 
@@ -38,15 +37,11 @@ def _step(model: Any) -> None:
 
 @distributed(world_size=4)
 def test_replicas() -> None:
-    with groups_destroyed():
-        mesh = init_device_mesh(
-            device_under_test(), (2, 2), mesh_dim_names=("r", "tools")
-        )
-        model = _sharded(MLP(1), mesh=mesh, reshard_after_forward=False)
-        for unit in explain(model).units:
-            assert unit.strategy == "_HYBRID_SHARD_ZERO2"
-            assert unit.world_size == 2
-        del model
+    mesh = kept_mesh((2, 2), ("replicate", "shard"))
+    model = _sharded(MLP(1), mesh=mesh, reshard_after_forward=False)
+    for unit in explain(model).units:
+        assert unit.strategy == "_HYBRID_SHARD_ZERO2"
+        assert unit.world_size == 2
 
 
 @distributed(world_size=2)

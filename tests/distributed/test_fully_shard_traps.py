@@ -15,14 +15,13 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_c import FSDPModule, fully_shard
 from helpers.distributed import distributed
-from helpers.groups import device_under_test, groups_destroyed
+from helpers.groups import groups_destroyed, kept_mesh
 from helpers.models import Inputs
 from helpers.rows import Rows
 
@@ -82,18 +81,14 @@ def test_1_reentrant_and_twice(reshards: bool) -> None:
 @distributed(world_size=2)
 def test_2_divide_factor(world_size: int, shape: tuple[int, int]) -> None:
     """Divided once, also where a shard group has one rank and sums are forced."""
-    with groups_destroyed():
-        mesh = init_device_mesh(
-            device_under_test(), shape, mesh_dim_names=("replicate", "factor")
-        )
-        both = pair(mesh=mesh)
-        for module in both.model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)
-                module.set_gradient_divide_factor(6.0)
-        both.accumulate(2, no_sync=False)
-        both.scale_reference_grads(world_size / 6.0)
-        both.check()
+    both = pair(mesh=kept_mesh(shape, ("replicate", "shard")))
+    for module in both.model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(6.0)
+    both.accumulate(2, no_sync=False)
+    both.scale_reference_grads(world_size / 6.0)
+    both.check()
 
 
 class UsesSome(Layers):
@@ -130,16 +125,12 @@ def test_3_reduce_dtype() -> None:
 @distributed(world_size=(2, 4))
 def test_4_all_reduce_once(world_size: int) -> None:
     """Each micro-batch uses other parameters before the one that all-reduces."""
-    with groups_destroyed():
-        shape = (2, world_size // 2)
-        mesh = init_device_mesh(
-            device_under_test(), shape, mesh_dim_names=("replicate", "reduced")
-        )
-        both = pair(UsesSome, mesh=mesh)
-        for _ in range(2):
-            both.zero_grad()
-            both.accumulate_in_shards(3)
-            both.step()
+    mesh = kept_mesh((2, world_size // 2), ("replicate", "shard"))
+    both = pair(UsesSome, mesh=mesh)
+    for _ in range(2):
+        both.zero_grad()
+        both.accumulate_in_shards(3)
+        both.step()
 
 
 @distributed(world_size=2)

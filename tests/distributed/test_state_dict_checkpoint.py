@@ -16,11 +16,10 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers.distributed import TEST_DEVICE, distributed
-from helpers.groups import hybrid_groups
+from helpers.groups import hybrid_groups, kept_mesh
 from helpers.impl import ShardingStrategy, fsdp
 from helpers.models import CASES
 from helpers.reference import assert_same_tensors, clean_name, full_state_dict
@@ -113,18 +112,12 @@ def test_other_world_sizes(
 @distributed(world_size=4)
 def test_hybrid_and_meshes(kind: str) -> None:
     """From two replicas to four shards and back; DTensor and ShardedTensor mixed."""
-    mesh = init_device_mesh(TEST_DEVICE, (2, 2), mesh_dim_names=("replicate", "shard"))
-    groups = [g for g in mesh.get_all_groups() if g is not dist.group.WORLD]
-    with (
-        destroyed_groups(groups),
-        hybrid_groups(2, 2) as own_groups,
-        shared_folder() as folder,
-    ):
-        hybrid: dict[str, Any] = {
-            "sharding_strategy": ShardingStrategy.HYBRID_SHARD,
-            **({"device_mesh": mesh} if kind == "mesh" else {}),
-            **({"process_group": own_groups} if kind == "groups" else {}),
-        }
+    with hybrid_groups(2, 2) as groups, shared_folder() as folder:
+        hybrid: dict[str, Any] = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+        if kind == "mesh":
+            hybrid["device_mesh"] = kept_mesh((2, 2), ("replicate", "shard"))
+        else:
+            hybrid["process_group"] = groups
         reference, model = everything(0, **hybrid)
         dcp.save(save(model, SHARDED), checkpoint_id=folder)
         _, flat = everything(1)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -21,7 +20,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from helpers.distributed import TEST_DEVICE, distributed, every_strategy, varied
-from helpers.groups import hybrid_groups
+from helpers.groups import hybrid_groups, kept_mesh
 from helpers.impl import (
     FSDP,
     CPUOffload,
@@ -45,7 +44,6 @@ from helpers.state_dicts import (
     WIDTH,
     Everything,
     Inner,
-    destroyed_groups,
     everything,
     load,
     local_part,
@@ -287,31 +285,26 @@ def test_device_mesh(world_size: int, num_replicas: int | None) -> None:
         strategy = ShardingStrategy.FULL_SHARD
     else:
         sizes = (num_replicas, world_size // num_replicas)
-        mesh = init_device_mesh(
-            TEST_DEVICE, sizes, mesh_dim_names=("replicate", "shard")
-        )
+        mesh = kept_mesh(sizes, ("replicate", "shard"))
         placements = (Replicate(), Shard(0))
         strategy = ShardingStrategy.HYBRID_SHARD
-    groups = mesh.get_all_groups()
-    with destroyed_groups([g for g in groups if g is not dist.group.WORLD]):
-        reference, model = everything(device_mesh=mesh, sharding_strategy=strategy)
-        config = ShardedStateDictConfig()
-        state = save(model, SHARDED, config)
-        assert config._use_dtensor  # as FSDP1 does
-        for name, value in state.items():
-            if isinstance(value, DTensor):
-                assert value.placements == placements, name
-                assert value.device_mesh == mesh, name
-        assert isinstance(state["inp.weight"], DTensor)
-        _check_saved(state, reference, SHARDED)
-        _, other = everything(1, device_mesh=mesh, sharding_strategy=strategy)
-        load(other, SHARDED, state)
-        assert_same_tensors("loaded", full_state_dict(other), reference.state_dict(), 0)
-        with pytest.raises(RuntimeError, match="DeviceMesh is not compatible"):
-            save(model, LOCAL)
-        with pytest.raises(RuntimeError, match="DeviceMesh is not compatible"):
-            load(model, LOCAL, state)
-        del model, other, state, value
+    reference, model = everything(device_mesh=mesh, sharding_strategy=strategy)
+    config = ShardedStateDictConfig()
+    state = save(model, SHARDED, config)
+    assert config._use_dtensor  # as FSDP1 does
+    for name, value in state.items():
+        if isinstance(value, DTensor):
+            assert value.placements == placements, name
+            assert value.device_mesh == mesh, name
+    assert isinstance(state["inp.weight"], DTensor)
+    _check_saved(state, reference, SHARDED)
+    _, other = everything(1, device_mesh=mesh, sharding_strategy=strategy)
+    load(other, SHARDED, state)
+    assert_same_tensors("loaded", full_state_dict(other), reference.state_dict(), 0)
+    with pytest.raises(RuntimeError, match="DeviceMesh is not compatible"):
+        save(model, LOCAL)
+    with pytest.raises(RuntimeError, match="DeviceMesh is not compatible"):
+        load(model, LOCAL, state)
 
 
 @distributed(world_size=2)
