@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers.distributed import TEST_DEVICE, distributed
+from helpers.groups import first_ranks
 from helpers.impl import FSDP, ShardingStrategy, fsdp
 from helpers.models import (
     CASES,
@@ -85,8 +86,9 @@ def test_device_id(device_id: str | None, use_orig_params: bool) -> None:
 @distributed(world_size=3)
 def test_process_group(rank: int) -> None:
     """Sharding over a part of the ranks: those are the data-parallel ones."""
-    group = dist.new_group([0, 1])
-    if rank < 2:
+    with first_ranks(2) as group:
+        if group is None:
+            return
         torch.manual_seed(3)
         reference = MLP()
         model = fsdp(
@@ -111,10 +113,6 @@ def test_process_group(rank: int) -> None:
             assert expected.grad is not None
             torch.testing.assert_close(whole.view_as(expected), expected.grad)
         del model
-    gc.collect()
-    dist.barrier()
-    if rank < 2:
-        dist.destroy_process_group(group)
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])

@@ -19,7 +19,7 @@ from fsdp_c.checkpoint._holders import checked_layout
 from fsdp_c.checkpoint._manifest import MANIFEST, parse_manifest
 from fsdp_c.tools.plan import ModelSource, PlanError, plan_model
 from helpers.distributed import TEST_DEVICE, distributed
-from helpers.groups import hybrid_groups, kept_mesh
+from helpers.groups import first_ranks, hybrid_groups, kept_mesh
 from helpers.impl import FSDP, CPUOffload, MixedPrecision, ShardingStrategy, fsdp
 from helpers.matrix_optimizers import BlockwiseAdam, Shampoo, TensorNorm
 from helpers.models import CASES
@@ -30,7 +30,6 @@ from helpers.state_dicts import (
     LOCAL,
     SHARDED,
     Everything,
-    destroyed_groups,
     everything,
     load,
     save,
@@ -267,16 +266,15 @@ def _trained(kept: str | None, group: Any = None) -> tuple[Any, Any]:
 )
 @distributed(world_size=3)
 def test_checkpoints_fit_any_layout(
-    rank: int, tmp_path: Path, before: str | None, after: str | None
+    tmp_path: Path, before: str | None, after: str | None
 ) -> None:
     """Of another layout on another number of ranks: values and optimizer states."""
     model, optim = _trained(before)
     checkpoint.save(tmp_path / "saved", model, optim)
     expected = full_state_dict(model)
     states = FSDP.full_optim_state_dict(model, optim, rank0_only=False)
-    two = dist.new_group([0, 1])
-    with destroyed_groups([two] if rank < 2 else []):
-        for group in (dist.group.WORLD, two)[: 2 if rank < 2 else 1]:
+    with first_ranks(2) as two:
+        for group in (dist.group.WORLD, two) if two else (dist.group.WORLD,):
             other, its_optim = _trained(after, group)
             for param in other.parameters():
                 param.data.zero_()

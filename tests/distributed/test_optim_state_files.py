@@ -2,18 +2,17 @@
 
 import copy
 import re
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from helpers.distributed import distributed
+from helpers.groups import first_ranks
 from helpers.impl import FSDP, StateDictType
 from helpers.optim_states import OPTIMIZERS, assert_same_states, full, train, wrap
+from helpers.shared_folder import shared_folder
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/reference/optimizer_state.md"
 
@@ -26,33 +25,30 @@ def test_through_files_to_fewer_ranks(rank: int, use_orig_params: bool) -> None:
     optim = OPTIMIZERS["adam"](model.parameters())
     train(model, optim, "scalar", 2, rank=rank)
     expected = full(model, optim)
-    folders = [tempfile.mkdtemp() if rank == 0 else None]
-    dist.broadcast_object_list(folders, src=0)
     FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
-    dcp.save({"optim": FSDP.optim_state_dict(model, optim)}, checkpoint_id=folders[0])
-    for num_ranks in (2, 3):
-        group = dist.new_group(list(range(num_ranks)))
-        if rank < num_ranks:
-            other = wrap(
-                "scalar",
-                nested=num_ranks == 2,
-                process_group=group,
-                use_orig_params=not use_orig_params,
-            )
-            other_optim = OPTIMIZERS["adam"](other.parameters())
-            train(other, other_optim, "scalar", 1, rank=rank)  # so that it has state
-            FSDP.set_state_dict_type(other, StateDictType.SHARDED_STATE_DICT)
-            state: dict[str, Any] = {"optim": FSDP.optim_state_dict(other, other_optim)}
-            dcp.load(state, checkpoint_id=folders[0], process_group=group)
-            FSDP.optim_state_dict_to_load(
-                other, other_optim, state["optim"], load_directly=True
-            )
-            assert_same_states(full(other, other_optim)["state"], expected["state"])
-            del other, other_optim, state
-        dist.destroy_process_group(group)
-    dist.barrier()
-    if rank == 0:
-        shutil.rmtree(folders[0])
+    with shared_folder() as folder:
+        saved = FSDP.optim_state_dict(model, optim)
+        dcp.save({"optim": saved}, checkpoint_id=folder)
+        for num_ranks in (2, 3):
+            with first_ranks(num_ranks) as group:
+                if group is None:
+                    continue
+                other = wrap(
+                    "scalar",
+                    nested=num_ranks == 2,
+                    process_group=group,
+                    use_orig_params=not use_orig_params,
+                )
+                other_optim = OPTIMIZERS["adam"](other.parameters())
+                train(other, other_optim, "scalar", 1, rank=rank)  # makes its state
+                FSDP.set_state_dict_type(other, StateDictType.SHARDED_STATE_DICT)
+                state = {"optim": FSDP.optim_state_dict(other, other_optim)}
+                dcp.load(state, checkpoint_id=folder, process_group=group)
+                FSDP.optim_state_dict_to_load(
+                    other, other_optim, state["optim"], load_directly=True
+                )
+                assert_same_states(full(other, other_optim)["state"], expected["state"])
+                del other, other_optim, state
 
 
 @distributed(world_size=2)

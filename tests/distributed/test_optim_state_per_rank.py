@@ -1,7 +1,5 @@
 """Optimizer state that is another on each rank: nothing of it is lost."""
 
-import gc
-import tempfile
 import warnings
 from typing import Any
 
@@ -17,8 +15,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from helpers.distributed import distributed
+from helpers.groups import first_ranks
 from helpers.impl import FSDP, StateDictType, fsdp
 from helpers.reference import objects_of_all_ranks
+from helpers.shared_folder import shared_folder
 
 
 class _Rms(torch.optim.Optimizer):
@@ -94,46 +94,42 @@ def test_round_trip(world_size: int, use_orig_params: bool, kind: str) -> None:
 
 
 @distributed(world_size=2)
-def test_through_checkpoint(rank: int, world_size: int) -> None:
+def test_through_checkpoint(world_size: int) -> None:
     """torch.distributed.checkpoint keeps all ranks' values."""
-    folder: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
-    dist.broadcast_object_list(folder)
     model, optim = _trained(use_orig_params=False)
-    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+    sharded = FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+    with sharded, shared_folder() as folder:
         saved = FSDP.optim_state_dict(model, optim)
-        dcp.save({"optim": saved}, checkpoint_id=folder[0])
+        dcp.save({"optim": saved}, checkpoint_id=folder)
         target = {"optim": FSDP.optim_state_dict(model, optim)}
         values = target["optim"]["rank_states"]["0.weight"]["RMS"]
         expected = list(values)
         values[:] = [0.0] * world_size
-        dcp.load(target, checkpoint_id=folder[0])
+        dcp.load(target, checkpoint_id=folder)
         assert target["optim"]["rank_states"]["0.weight"]["RMS"] == expected
 
 
 @distributed(world_size=3)
-def test_through_checkpoint_on_more_ranks(rank: int) -> None:
+def test_through_checkpoint_on_more_ranks() -> None:
     """Saved on two ranks, loaded on three: all get the first rank's values."""
-    folder: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
-    dist.broadcast_object_list(folder)
-    group = dist.new_group([0, 1])
     values: list[Any] = [None]
-    if rank < 2:
-        few, optim = _trained(use_orig_params=False, group=group)
-        with FSDP.state_dict_type(few, StateDictType.SHARDED_STATE_DICT):
-            saved = FSDP.optim_state_dict(few, optim)
-        assert len(saved["rank_states"]["0.weight"]["rms_tensor"]) == 2
-        values = [saved["state"]["0.weight"]["rms_tensor"]]
-        dcp.save({"optim": saved}, checkpoint_id=folder[0], process_group=group)
-        del few, optim, saved
-        gc.collect()
-        dist.destroy_process_group(group)
-    dist.broadcast_object_list(values)
-    model, optim = _trained(use_orig_params=False)
-    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-        target = {"optim": FSDP.optim_state_dict(model, optim)}
-        dcp.load(target, checkpoint_id=folder[0])
-        with pytest.warns(UserWarning, match=r"'rms_tensor' of parameter '0\.weight'"):
-            loaded = FSDP.optim_state_dict_to_load(model, optim, target["optim"])
+    with shared_folder() as folder:
+        with first_ranks(2) as group:
+            if group is not None:
+                few, optim = _trained(use_orig_params=False, group=group)
+                with FSDP.state_dict_type(few, StateDictType.SHARDED_STATE_DICT):
+                    saved = FSDP.optim_state_dict(few, optim)
+                assert len(saved["rank_states"]["0.weight"]["rms_tensor"]) == 2
+                values = [saved["state"]["0.weight"]["rms_tensor"]]
+                dcp.save({"optim": saved}, checkpoint_id=folder, process_group=group)
+                del few, optim, saved
+        dist.broadcast_object_list(values)
+        model, optim = _trained(use_orig_params=False)
+        with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+            target = {"optim": FSDP.optim_state_dict(model, optim)}
+            dcp.load(target, checkpoint_id=folder)
+            with pytest.warns(UserWarning, match=r"'rms_tensor' of parameter '0\.wei"):
+                loaded = FSDP.optim_state_dict_to_load(model, optim, target["optim"])
     optim.load_state_dict(loaded)
     (state,) = optim.state.values()
     assert torch.equal(state["rms_tensor"].cpu(), values[0].cpu())
@@ -160,12 +156,13 @@ def test_through_torchs_functions(
 
 
 @distributed(world_size=3)
-def test_another_number_of_ranks(rank: int) -> None:
+def test_another_number_of_ranks() -> None:
     """All get the first rank's value, and a warning."""
     model, optim = _trained(use_orig_params=False)
     saved = FSDP.optim_state_dict(model, optim)
-    group = dist.new_group([0, 1])
-    if rank < 2:
+    with first_ranks(2) as group:
+        if group is None:
+            return
         model, optim = _trained(use_orig_params=False, group=group)
         with pytest.warns(UserWarning, match=r"'RMS' of parameter '0\.weight' dif"):
             loaded = FSDP.optim_state_dict_to_load(model, optim, saved)
@@ -173,9 +170,6 @@ def test_another_number_of_ranks(rank: int) -> None:
         (state,) = optim.state.values()
         assert state["RMS"] == saved["rank_states"]["0.weight"]["RMS"][0]
         del model, optim, state
-        gc.collect()
-        dist.destroy_process_group(group)
-    dist.barrier()
 
 
 @distributed(world_size=2)

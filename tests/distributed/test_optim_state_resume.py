@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import OptimStateKeyType
 
 from helpers.distributed import distributed
-from helpers.groups import hybrid_groups
+from helpers.groups import first_ranks, hybrid_groups
 from helpers.impl import FSDP, ShardingStrategy
 from helpers.models import CASES, loss_of
 from helpers.optim_states import (
@@ -144,23 +143,23 @@ def test_other_number_of_ranks(
     train(model, optim, "uneven", 2, rank=rank)
     saved = full(model, optim)
     for num_ranks in (1, 2, 3):
-        group = dist.new_group(list(range(num_ranks)))
-        if rank < num_ranks:
-            other = wrap("uneven", process_group=group, use_orig_params=use_orig_params)
-            other_optim = OPTIMIZERS[optimizer](other.parameters())
-            for form in ("full", "rank0"):
-                with in_form(other, form):
-                    FSDP.optim_state_dict_to_load(
-                        other,
-                        other_optim,
-                        saved if form == "full" or rank == 0 else {},
-                        load_directly=True,
-                    )
-                assert_same_states(full(other, other_optim)["state"], saved["state"])
-            train(other, other_optim, "uneven", 1, rank=rank)
-            again = full(other, other_optim)
-            del other, other_optim
-            dist.destroy_process_group(group)
+        with first_ranks(num_ranks) as group:
+            if group is not None:
+                other = wrap(
+                    "uneven", process_group=group, use_orig_params=use_orig_params
+                )
+                other_optim = OPTIMIZERS[optimizer](other.parameters())
+                for form in ("full", "rank0"):
+                    given = saved if form == "full" or rank == 0 else {}
+                    with in_form(other, form):
+                        FSDP.optim_state_dict_to_load(
+                            other, other_optim, given, load_directly=True
+                        )
+                    found = full(other, other_optim)
+                    assert_same_states(found["state"], saved["state"])
+                train(other, other_optim, "uneven", 1, rank=rank)
+                again = full(other, other_optim)
+                del other, other_optim
         # What fewer ranks trained goes back to all, from rank 0.
         with in_form(model, "rank0"):
             FSDP.optim_state_dict_to_load(

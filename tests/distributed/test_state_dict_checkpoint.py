@@ -1,8 +1,6 @@
 """State dicts through torch.distributed.checkpoint, and to and from torch's FSDP1."""
 
-import contextlib
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers.distributed import TEST_DEVICE, distributed
-from helpers.groups import hybrid_groups, kept_mesh
+from helpers.groups import first_ranks, hybrid_groups, kept_mesh
 from helpers.impl import ShardingStrategy, fsdp
 from helpers.models import CASES
 from helpers.reference import assert_same_tensors, clean_name, full_state_dict
@@ -27,21 +25,11 @@ from helpers.shared_folder import shared_folder
 from helpers.state_dicts import (
     LOCAL,
     SHARDED,
-    destroyed_groups,
     everything,
     load,
     save,
     whole_state,
 )
-
-
-@contextlib.contextmanager
-def _first_ranks(num_ranks: int) -> Iterator[Any]:
-    """Yield a group of the first ranks, None on the others."""
-    group = dist.new_group(list(range(num_ranks)))
-    is_inside = dist.get_rank() < num_ranks
-    with destroyed_groups([group] if is_inside else []):
-        yield group if is_inside else None
 
 
 def _wrap(implementation: str, model: str, module: nn.Module, **kwargs: Any) -> Any:
@@ -83,8 +71,8 @@ def test_other_world_sizes(
         reference = CASES[model].build()
         with (
             shared_folder() as folder,
-            _first_ranks(num_before) as before,
-            _first_ranks(num_after) as after,
+            first_ranks(num_before) as before,
+            first_ranks(num_after) as after,
         ):
             if before is not None:
                 source = _wrap(

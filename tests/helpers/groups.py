@@ -69,6 +69,19 @@ def hybrid_groups(
 
 
 @contextlib.contextmanager
+def first_ranks(num_ranks: int) -> Iterator[dist.ProcessGroup | None]:
+    """Yield a group of the first ranks, None on the others. Collective."""
+    group = dist.new_group(list(range(num_ranks)))
+    is_inside = dist.get_rank() < num_ranks
+    try:
+        yield group if is_inside else None
+    finally:
+        if is_inside:
+            gc.collect()  # models hold groups
+            dist.destroy_process_group(group)
+
+
+@contextlib.contextmanager
 def groups_destroyed() -> Iterator[None]:
     """Destroy, at the end, the groups made inside: of a device mesh, for one."""
     before = list(dist.distributed_c10d._world.pg_map)

@@ -5,7 +5,6 @@
 
 import contextlib
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -177,13 +176,3 @@ def everything(seed: int = 0, **kwargs: Any) -> tuple[Everything, Any]:
     """Return an Everything, and a wrapped copy of it."""
     reference = Everything(seed)
     return reference, wrap_everything(copy.deepcopy(reference), **kwargs)
-
-
-@contextlib.contextmanager
-def destroyed_groups(groups: list[Any]) -> Iterator[None]:
-    """Destroy ``groups`` at the end."""
-    try:
-        yield
-    finally:
-        for group in groups:
-            dist.destroy_process_group(group)
