@@ -28,6 +28,7 @@ from helpers.optim_states import (
     full,
     in_form,
     train,
+    trained,
     wrap,
 )
 from helpers.reference import Differential
@@ -221,9 +222,9 @@ def test_sharded_holds_rows(
 ) -> None:
     """Each rank's rows of what FULL returns; offset, shape and placement."""
     mesh = init_device_mesh(TEST_DEVICE, (world_size,)) if use_dtensor else None
-    model = wrap("scalar", device_mesh=mesh, use_orig_params=use_orig_params)
-    optim = OPTIMIZERS["adam"](model.parameters())
-    train(model, optim, "scalar", 2, rank=rank)
+    model, optim = trained(
+        "scalar", "adam", 2, device_mesh=mesh, use_orig_params=use_orig_params
+    )
     whole = full(model, optim)["state"]
     with in_form(model, "sharded"):
         found = FSDP.optim_state_dict(model, optim)["state"]
@@ -251,11 +252,9 @@ def test_sharded_holds_rows(
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
-def test_local_holds_this_ranks_state(rank: int, use_orig_params: bool) -> None:
+def test_local_holds_this_ranks_state(use_orig_params: bool) -> None:
     """As it is, by name, with memory of its own; FSDP1 has no such state dict."""
-    model = wrap("uneven", use_orig_params=use_orig_params)
-    optim = OPTIMIZERS["counting"](model.parameters())
-    train(model, optim, "uneven", 1, rank=rank)
+    model, optim = trained("uneven", "counting", 1, use_orig_params=use_orig_params)
     with in_form(model, "local"):
         found = FSDP.optim_state_dict(model, optim)
     names = [
@@ -266,7 +265,7 @@ def test_local_holds_this_ranks_state(rank: int, use_orig_params: bool) -> None:
     assert_same_states(found["state"], expected)
     assert found["param_groups"][0]["params"] == names
     before = copy.deepcopy(found["state"])
-    train(model, optim, "uneven", 1, rank=rank)
+    train(model, optim, "uneven", 1)
     assert_same_states(found["state"], before)
 
 
@@ -275,9 +274,7 @@ def test_local_holds_this_ranks_state(rank: int, use_orig_params: bool) -> None:
 @distributed(world_size=(2, 3))
 def test_rank0_only(rank: int, use_orig_params: bool) -> None:
     """Rank 0 has all, the others nothing; and the reverse on loading."""
-    model = wrap("scalar", use_orig_params=use_orig_params)
-    optim = OPTIMIZERS["counting"](model.parameters())
-    train(model, optim, "scalar", 2, rank=rank)
+    model, optim = trained("scalar", "counting", 2, use_orig_params=use_orig_params)
     whole = full(model, optim)
     found = _rank0(model, optim)
     if rank > 0:
@@ -294,20 +291,18 @@ def test_rank0_only(rank: int, use_orig_params: bool) -> None:
 
 
 @distributed(world_size=2)
-def test_dict_does_not_follow_training(rank: int) -> None:
+def test_dict_does_not_follow_training() -> None:
     """What was saved stays, and what was loaded is not the user's."""
     for strategy in ("FULL_SHARD", "NO_SHARD"):
-        model = wrap(
-            "uneven", sharding_strategy=ShardingStrategy[strategy], use_orig_params=True
+        model, optim = trained(
+            "uneven", "adam", 1, strategy=strategy, use_orig_params=True
         )
-        optim = OPTIMIZERS["adam"](model.parameters())
-        train(model, optim, "uneven", 1, rank=rank)
         found = full(model, optim)
         before = copy.deepcopy(found)
-        train(model, optim, "uneven", 1, rank=rank)
+        train(model, optim, "uneven", 1)
         assert_same_states(found["state"], before["state"])
         FSDP.optim_state_dict_to_load(model, optim, found, load_directly=True)
-        train(model, optim, "uneven", 1, rank=rank)
+        train(model, optim, "uneven", 1)
         assert_same_states(found["state"], before["state"])
         assert found["param_groups"] == before["param_groups"]
 
@@ -339,7 +334,7 @@ def _counted_calls() -> Iterator[list[str]]:
 
 @pytest.mark.parametrize("form", ["full", "rank0", "sharded"])
 @distributed(world_size=(2, 3))
-def test_few_exchanges(rank: int, form: str) -> None:
+def test_few_exchanges(form: str) -> None:
     """One agreement, then units in batches: whatever they are, both ways.
 
     With nothing packed all units go at once. With all of it packed (small pieces) a
@@ -348,9 +343,7 @@ def test_few_exchanges(rank: int, form: str) -> None:
     """
     from fsdp_c._state import exchange
 
-    model = wrap("transformer", use_orig_params=True)
-    optim = OPTIMIZERS["adam"](model.parameters())
-    train(model, optim, "transformer", 1, rank=rank)
+    model, optim = trained("transformer", "adam", 1, use_orig_params=True)
     local = copy.deepcopy(optim.state_dict()["state"])
     num_units = len(FSDP.fsdp_modules(model))
     is_free = form == "full"
@@ -380,13 +373,13 @@ def test_few_exchanges(rank: int, form: str) -> None:
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=(2, 3))
-def test_large_tensors_go_straight(rank: int, use_orig_params: bool) -> None:
+def test_large_tensors_go_straight(use_orig_params: bool) -> None:
     """Packed or each in a message of its own: the same, both ways."""
     from fsdp_c._state import exchange
 
-    model = wrap("uneven", nested=False, use_orig_params=use_orig_params)
-    optim = OPTIMIZERS["counting"](model.parameters())
-    train(model, optim, "uneven", 1, rank=rank)
+    model, optim = trained(
+        "uneven", "counting", 1, nested=False, use_orig_params=use_orig_params
+    )
     local = copy.deepcopy(optim.state_dict()["state"])
     expected = full(model, optim)["state"]
     limit = exchange.DIRECT_NBYTES

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,16 +12,18 @@ from torch.distributed.fsdp import OptimStateKeyType, api
 
 from helpers.distributed import distributed
 from helpers.impl import FSDP, StateDictType, fsdp
-from helpers.optim_states import OPTIMIZERS, assert_same_states, full, train, wrap
+from helpers.optim_states import (
+    OPTIMIZERS,
+    assert_same_states,
+    full,
+    train,
+    trained,
+    wrap,
+)
 
 pytestmark = pytest.mark.bookkeeping
 
-
-def _trained(rank: int, use_orig_params: bool = True, optimizer: str = "adam") -> Any:
-    model = wrap("uneven", use_orig_params=use_orig_params)
-    optim = OPTIMIZERS[optimizer](model.parameters())
-    train(model, optim, "uneven", 1, rank=rank)
-    return model, optim
+_trained = partial(trained, "uneven", "adam", 1, use_orig_params=True)
 
 
 def _no_state(d: dict[str, Any]) -> dict[str, Any]:
@@ -83,7 +86,7 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 @distributed(world_size=2)
 def test_bad_state_dicts(rank: int, bad: str, rank0_only: bool) -> None:
     """All ranks raise the same, and the optimizer is as it was."""
-    model, optim = _trained(rank)
+    model, optim = _trained()
     before = copy.deepcopy(optim.state_dict())
     make, message = BAD[bad]
     given = make(full(model, optim))
@@ -100,13 +103,13 @@ def test_bad_state_dicts(rank: int, bad: str, rank0_only: bool) -> None:
         )
     assert_same_states(optim.state_dict()["state"], before["state"])
     assert optim.state_dict()["param_groups"] == before["param_groups"]
-    train(model, optim, "uneven", 1, rank=rank)
+    train(model, optim, "uneven", 1)
 
 
 @distributed(world_size=2)
-def test_flat_parameters_need_equal_plain_state(rank: int) -> None:
+def test_flat_parameters_need_equal_plain_state() -> None:
     """One flat parameter has one step, and is in one group."""
-    model, optim = _trained(rank, use_orig_params=False)
+    model, optim = _trained(use_orig_params=False)
     saved = full(model, optim)
     flat = optim.param_groups[0]["params"][0]
     first, second = flat._fqns[:2]
@@ -127,8 +130,8 @@ def test_flat_parameters_need_equal_plain_state(rank: int) -> None:
 
 
 @distributed(world_size=2)
-def test_optimizers_of_other_parameters(rank: int) -> None:
-    model, optim = _trained(rank)
+def test_optimizers_of_other_parameters() -> None:
+    model, optim = _trained()
     stranger = torch.optim.Adam([nn.Parameter(torch.zeros(2))])
     with pytest.raises(ValueError, match=r"parameter 0 of shape \(2,\).*not in"):
         FSDP.optim_state_dict(model, stranger)
@@ -151,25 +154,25 @@ def test_optimizers_of_other_parameters(rank: int) -> None:
 @distributed(world_size=2)
 def test_ranks_that_differ(rank: int) -> None:
     """State that one rank lacks, and plain state that differs, on all ranks alike."""
-    model, _ = _trained(rank, use_orig_params=False)
+    model, _ = _trained(use_orig_params=False)
     params = list(model.parameters())
     optim = OPTIMIZERS["adam"](params if rank == 0 else params[:-1])
-    train(model, optim, "uneven", 1, rank=rank)
+    train(model, optim, "uneven", 1)
     with pytest.raises(RuntimeError, match=r"FSDP currently.*rank 1 does not step"):
         full(model, optim)
-    model, optim = _trained(rank)
+    model, optim = _trained()
     for state in optim.state.values():
         if "step" in state:
             state["step"] += rank
     with pytest.raises(ValueError, match=r"'step'.*1\.0.*rank 0, 2\.0.*LOCAL"):
         full(model, optim)
-    model, optim = _trained(rank)
+    model, optim = _trained()
     if rank == 1:
         optim.state.clear()
     with pytest.raises(RuntimeError, match=r"rank 1 has no '\w+' for its part of"):
         full(model, optim)
     # An error of one rank reaches the others.
-    model, optim = _trained(rank)
+    model, optim = _trained()
     if rank == 1:
         optim = torch.optim.Adam([nn.Parameter(torch.zeros(2))])
     with pytest.raises((RuntimeError, ValueError), match="not in the model"):
@@ -177,8 +180,8 @@ def test_ranks_that_differ(rank: int) -> None:
 
 
 @distributed(world_size=2)
-def test_local_of_another_layout(rank: int) -> None:
-    model, optim = _trained(rank)
+def test_local_of_another_layout() -> None:
+    model, optim = _trained()
     with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
         local = FSDP.optim_state_dict(model, optim)
     with pytest.raises(ValueError, match=r"local optimizer state dict.*LOCAL_STATE"):
@@ -195,7 +198,7 @@ def test_local_of_another_layout(rank: int) -> None:
 @distributed(world_size=2)
 def test_sharded_state_dicts_of_other_ranks(rank: int) -> None:
     """One rank's bad dictionary is an error on all."""
-    model, optim = _trained(rank)
+    model, optim = _trained()
     FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
     saved = FSDP.optim_state_dict(model, optim)
     before = copy.deepcopy(optim.state_dict())
@@ -210,8 +213,8 @@ def test_sharded_state_dicts_of_other_ranks(rank: int) -> None:
 
 
 @distributed(world_size=2)
-def test_key_types(rank: int) -> None:
-    model, optim = _trained(rank)
+def test_key_types() -> None:
+    model, optim = _trained()
     saved = full(model, optim)
     unwrapped = nn.Linear(2, 2)
     plain = OPTIMIZERS["adam"](unwrapped.parameters())

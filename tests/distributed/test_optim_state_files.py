@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from helpers.distributed import distributed
 from helpers.groups import first_ranks
 from helpers.impl import FSDP, StateDictType
-from helpers.optim_states import OPTIMIZERS, assert_same_states, full, train, wrap
+from helpers.optim_states import assert_same_states, full, trained
 from helpers.shared_folder import shared_folder
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/reference/optimizer_state.md"
@@ -19,11 +19,9 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/reference/optimizer_state.md"
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=3)
-def test_through_files_to_fewer_ranks(rank: int, use_orig_params: bool) -> None:
+def test_through_files_to_fewer_ranks(use_orig_params: bool) -> None:
     """Written by three ranks, read by two; and by three with another wrapping."""
-    model = wrap("scalar", use_orig_params=use_orig_params)
-    optim = OPTIMIZERS["adam"](model.parameters())
-    train(model, optim, "scalar", 2, rank=rank)
+    model, optim = trained("scalar", "adam", 2, use_orig_params=use_orig_params)
     expected = full(model, optim)
     FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
     with shared_folder() as folder:
@@ -33,14 +31,14 @@ def test_through_files_to_fewer_ranks(rank: int, use_orig_params: bool) -> None:
             with first_ranks(num_ranks) as group:
                 if group is None:
                     continue
-                other = wrap(
+                other, other_optim = trained(
                     "scalar",
+                    "adam",
+                    1,
                     nested=num_ranks == 2,
                     process_group=group,
                     use_orig_params=not use_orig_params,
                 )
-                other_optim = OPTIMIZERS["adam"](other.parameters())
-                train(other, other_optim, "scalar", 1, rank=rank)  # makes its state
                 FSDP.set_state_dict_type(other, StateDictType.SHARDED_STATE_DICT)
                 state = {"optim": FSDP.optim_state_dict(other, other_optim)}
                 dcp.load(state, checkpoint_id=folder, process_group=group)

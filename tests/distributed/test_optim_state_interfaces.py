@@ -26,6 +26,7 @@ from helpers.optim_states import (
     full,
     in_form,
     train,
+    trained,
     wrap,
 )
 from helpers.reference import objects_of_all_ranks
@@ -39,7 +40,7 @@ def test_older_methods(rank: int, by: str, use_orig_params: bool) -> None:
     model = wrap("uneven", use_orig_params=use_orig_params)
     params = list(model.parameters())
     optim = OPTIMIZERS["adam"](params)
-    train(model, optim, "uneven", 2, rank=rank)
+    train(model, optim, "uneven", 2)
     local = copy.deepcopy(optim.state_dict())
     which: dict[str, Any] = {}
     if by != "neither":
@@ -71,7 +72,7 @@ def test_older_methods(rank: int, by: str, use_orig_params: bool) -> None:
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
-def test_parameter_groups(rank: int, use_orig_params: bool) -> None:
+def test_parameter_groups(use_orig_params: bool) -> None:
     """Options stay with their parameters, in whichever order the groups are."""
 
     def groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -84,7 +85,7 @@ def test_parameter_groups(rank: int, use_orig_params: bool) -> None:
 
     model = wrap("mlp", use_orig_params=use_orig_params)
     optim = torch.optim.AdamW(groups(model), lr=1e-2)
-    train(model, optim, "mlp", 2, rank=rank)
+    train(model, optim, "mlp", 2)
     saved = full(model, optim)
     one, two = saved["param_groups"]
     assert sorted(one["params"]) == sorted(
@@ -102,11 +103,11 @@ def test_parameter_groups(rank: int, use_orig_params: bool) -> None:
 
 
 @distributed(world_size=2)
-def test_ranks_may_order_parameters_differently(rank: int, world_size: int) -> None:
+def test_ranks_may_order_parameters_differently(rank: int) -> None:
     model = wrap("uneven", use_orig_params=True)
     params = list(model.parameters())
     optim = OPTIMIZERS["adam"](params if rank == 0 else params[::-1])
-    train(model, optim, "uneven", 2, rank=rank)
+    train(model, optim, "uneven", 2)
     local = copy.deepcopy(optim.state_dict())
     saved = full(model, optim)
     names = objects_of_all_ranks(list(saved["state"]))
@@ -117,11 +118,9 @@ def test_ranks_may_order_parameters_differently(rank: int, world_size: int) -> N
 
 @pytest.mark.parametrize("named_params", [True, False])
 @distributed(world_size=2)
-def test_names_for_keys(rank: int, named_params: bool) -> None:
+def test_names_for_keys(named_params: bool) -> None:
     """An optimizer made of named parameters, and one that keys its states by name."""
-    model = wrap("mlp", use_orig_params=True)
-    plain = OPTIMIZERS["momentum"](model.parameters())
-    train(model, plain, "mlp", 1, rank=rank)
+    model, plain = trained("mlp", "momentum", 1, use_orig_params=True)
     expected = full(model, plain)
     if named_params:
         optim: Any = torch.optim.SGD(model.named_parameters(), lr=0.05, momentum=0.9)
@@ -158,11 +157,11 @@ class CountsByName(torch.optim.SGD):
 
 @pytest.mark.parametrize("form", FORMS)
 @distributed(world_size=2)
-def test_state_by_name_names_no_parameters(rank: int, form: str) -> None:
+def test_state_by_name_names_no_parameters(form: str) -> None:
     """It is saved and loaded; FSDP1 takes the ids of parameters for names."""
     model = wrap("mlp", use_orig_params=True)
     optims = [CountsByName(model.parameters(), lr=0.05, momentum=0.9) for _ in range(2)]
-    train(model, optims[0], "mlp", 2, rank=rank)
+    train(model, optims[0], "mlp", 2)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Found a optim state, k")
         with in_form(model, form):
@@ -249,11 +248,9 @@ def test_factors_of_an_unsharded_model(rank: int, is_ignored: bool, form: str) -
 
 
 @distributed(world_size=2)
-def test_state_of_no_parameter(rank: int) -> None:
+def test_state_of_no_parameter() -> None:
     """Such state is kept, with a warning."""
-    model = wrap("mlp", use_orig_params=True)
-    optim = OPTIMIZERS["momentum"](model.parameters())
-    train(model, optim, "mlp", 1, rank=rank)
+    model, optim = trained("mlp", "momentum", 1, use_orig_params=True)
     given = copy.deepcopy(optim.state_dict())
     given["state"]["mine"] = {"anything": 3}
     with pytest.warns(UserWarning, match="Found a optim state, mine"):
@@ -288,13 +285,11 @@ def test_named_groups_of_a_transformed_dict() -> None:
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
-def test_collect(rank: int, use_orig_params: bool) -> None:
+def test_collect(use_orig_params: bool) -> None:
     """What fsdp_c.checkpoint builds on: of this rank's part only, without messages."""
     from fsdp_c._state.optim.states import collect
 
-    model = wrap("scalar", use_orig_params=use_orig_params)
-    optim = OPTIMIZERS["counting"](model.parameters())
-    train(model, optim, "scalar", 2, rank=rank)
+    model, optim = trained("scalar", "counting", 2, use_orig_params=use_orig_params)
     found = collect(model, optim)
     for state in found.states.values():
         place = state.part
@@ -322,7 +317,7 @@ class TwoLayers(nn.Module):
 @pytest.mark.parametrize("has_stepped", [True, False])
 @distributed(world_size=2)
 def test_states_are_made_on_all_ranks_or_none(
-    rank: int, has_stepped: bool, full_state_dict: bool
+    has_stepped: bool, full_state_dict: bool
 ) -> None:
     """Rank 0 steps ``first``, and torch makes states where an optimizer has none."""
     module = TwoLayers()

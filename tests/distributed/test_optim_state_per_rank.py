@@ -139,9 +139,7 @@ def test_through_checkpoint_on_more_ranks() -> None:
 @pytest.mark.parametrize("full", [True, False])
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
-def test_through_torchs_functions(
-    world_size: int, use_orig_params: bool, full: bool
-) -> None:
+def test_through_torchs_functions(use_orig_params: bool, full: bool) -> None:
     """They pass on one value of a parameter, the first rank's, as FSDP1 does."""
     model, optim = _trained(use_orig_params)
     values = objects_of_all_ranks([s["RMS"] for s in optim.state.values()])

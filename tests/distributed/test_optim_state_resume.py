@@ -18,6 +18,7 @@ from helpers.optim_states import (
     full,
     in_form,
     train,
+    trained,
     wrap,
 )
 from helpers.reference import assert_same_tensors, full_state_dict
@@ -54,14 +55,10 @@ def _assert_same_local(
     + [(name, form) for name in ("momentum", "adam", "counting") for form in OTHERS],
 )
 @distributed(world_size=3)
-def test_resume_is_exact(
-    rank: int, optimizer: str, form: str, use_orig_params: bool
-) -> None:
+def test_resume_is_exact(optimizer: str, form: str, use_orig_params: bool) -> None:
     """5 steps, save, load into a new model, 5 steps: as 10 steps, bit for bit."""
     case = "scalar"
-    model = wrap(case, use_orig_params=use_orig_params)
-    optim = OPTIMIZERS[optimizer](model.parameters())
-    train(model, optim, case, 5, rank=rank)
+    model, optim = trained(case, optimizer, 5, use_orig_params=use_orig_params)
     with in_form(model, form):
         saved = FSDP.optim_state_dict(model, optim)
     other = wrap(case, use_orig_params=use_orig_params)
@@ -70,20 +67,18 @@ def test_resume_is_exact(
     with in_form(other, form):
         FSDP.optim_state_dict_to_load(other, other_optim, saved, load_directly=True)
     _assert_same_local((model, optim), (other, other_optim))
-    train(model, optim, case, 5, rank=rank, first=5)
-    train(other, other_optim, case, 5, rank=rank, first=5)
+    train(model, optim, case, 5, first=5)
+    train(other, other_optim, case, 5, first=5)
     _assert_same_local((model, optim), (other, other_optim))
 
 
 @pytest.mark.parametrize("form", ["full", "rank0", "sharded"])
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=(2, 3))
-def test_other_wrapping(rank: int, use_orig_params: bool, form: str) -> None:
+def test_other_wrapping(use_orig_params: bool, form: str) -> None:
     """Into the root only, and into the other use_orig_params, and back again."""
     case = "tied"
-    model = wrap(case, use_orig_params=use_orig_params)
-    optim = OPTIMIZERS["adam"](model.parameters())
-    train(model, optim, case, 2, rank=rank)
+    model, optim = trained(case, "adam", 2, use_orig_params=use_orig_params)
     expected = full(model, optim)
     for nested in (True, False):
         for other_orig in (True, False):
@@ -104,23 +99,21 @@ def test_other_wrapping(rank: int, use_orig_params: bool, form: str) -> None:
 @pytest.mark.parametrize("form", ["full", "rank0", "sharded"])
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=4)
-def test_other_strategy(
-    rank: int, use_orig_params: bool, form: str, strategy: str
-) -> None:
+def test_other_strategy(use_orig_params: bool, form: str, strategy: str) -> None:
     """From each strategy to itself; a full state dict also to FULL_SHARD."""
     with hybrid_groups(2, 2) as groups:
-        model = wrap(
+        model, optim = trained(
             "scalar",
+            "adam",
+            2,
             sharding_strategy=ShardingStrategy[strategy],
             process_group=groups if strategy == "HYBRID_SHARD" else None,
             use_orig_params=use_orig_params,
         )
-        optim = OPTIMIZERS["adam"](model.parameters())
-        train(model, optim, "scalar", 2, rank=rank)
         expected = copy.deepcopy(optim.state_dict())
         with in_form(model, form):
             saved = FSDP.optim_state_dict(model, optim)
-            train(model, optim, "scalar", 1, rank=rank)
+            train(model, optim, "scalar", 1)
             FSDP.optim_state_dict_to_load(model, optim, saved, load_directly=True)
         assert_same_states(optim.state_dict()["state"], expected["state"])
         if form == "full":
@@ -138,9 +131,7 @@ def test_other_number_of_ranks(
     rank: int, optimizer: str, use_orig_params: bool
 ) -> None:
     """From 4 ranks to 1, 2 and 3 and back, through a full state dict."""
-    model = wrap("uneven", use_orig_params=use_orig_params)
-    optim = OPTIMIZERS[optimizer](model.parameters())
-    train(model, optim, "uneven", 2, rank=rank)
+    model, optim = trained("uneven", optimizer, 2, use_orig_params=use_orig_params)
     saved = full(model, optim)
     for num_ranks in (1, 2, 3):
         with first_ranks(num_ranks) as group:
@@ -157,7 +148,7 @@ def test_other_number_of_ranks(
                         )
                     found = full(other, other_optim)
                     assert_same_states(found["state"], saved["state"])
-                train(other, other_optim, "uneven", 1, rank=rank)
+                train(other, other_optim, "uneven", 1)
                 again = full(other, other_optim)
                 del other, other_optim
         # What fewer ranks trained goes back to all, from rank 0.
@@ -172,13 +163,14 @@ def test_other_number_of_ranks(
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
-def test_unsharded_model_both_ways(rank: int, use_orig_params: bool) -> None:
+def test_unsharded_model_both_ways(use_orig_params: bool) -> None:
     """Through rekey_optim_state_dict, by id and by name; training goes on alike."""
     case = "transformer"
     reference = CASES[case].build()
-    model = wrap(case, module=copy.deepcopy(reference), use_orig_params=use_orig_params)
-    optim = OPTIMIZERS["adam"](model.parameters())
-    train(model, optim, case, 2, rank=rank)
+    module = copy.deepcopy(reference)
+    model, optim = trained(
+        case, "adam", 2, module=module, use_orig_params=use_orig_params
+    )
     plain_optim = OPTIMIZERS["adam"](reference.parameters())
     reference.load_state_dict(full_state_dict(model))
     saved = full(model, optim)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import api
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -72,16 +73,25 @@ def train(
     case: str,
     num_steps: int,
     *,
-    rank: int,
     first: int = 0,
 ) -> None:
     """Train on the batches from ``first`` on, this rank's own."""
     for step in range(first, first + num_steps):
         optim.zero_grad()
-        batch = CASES[case].inputs(generator("batch", step, rank))
+        batch = CASES[case].inputs(generator("batch", step, dist.get_rank()))
         loss_of(model(*batch)).backward()
         optim.step()
     optim.zero_grad()
+
+
+def trained(
+    model: str, optimizer: str, num_steps: int, **kwargs: Any
+) -> tuple[Any, torch.optim.Optimizer]:
+    """Return what ``wrap()`` returns and an optimizer of it, after some steps."""
+    wrapped = wrap(model, **kwargs)
+    optim = OPTIMIZERS[optimizer](wrapped.parameters())
+    train(wrapped, optim, model, num_steps)
+    return wrapped, optim
 
 
 def by_name(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
