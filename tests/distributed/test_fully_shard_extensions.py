@@ -107,7 +107,7 @@ def post(
 
 
 @distributed(world_size=2)
-def test_tensor_subclass() -> None:
+def test_tensor_subclass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules see the subclass; without the protocol it is refused."""
     torch.manual_seed(0)
     model: Any = nn.Linear(4, 6, bias=False)
@@ -116,23 +116,20 @@ def test_tensor_subclass() -> None:
     fully_shard(model)
     with pytest.raises(RuntimeError, match="'weight' is a TwoTensor, which has no"):
         model(torch.randn(2, 4))
-    TwoTensor.fsdp_pre_all_gather = pre
+    monkeypatch.setattr(TwoTensor, "fsdp_pre_all_gather", pre, raising=False)
     with pytest.raises(AssertionError, match="Both fsdp_pre_all_gather and"):
         model(torch.randn(2, 4))
-    TwoTensor.fsdp_post_all_gather = post
-    try:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(2):
-            output = model(torch.ones(1, 4))
-            assert isinstance(output, TwoTensor)
-            if step == 0:
-                torch.testing.assert_close(output.b, 2 * output.a)
-            output.sum().backward()
-            assert isinstance(model.weight._local_tensor, TwoTensor)
-            optimizer.step()
-            optimizer.zero_grad()
-    finally:
-        del TwoTensor.fsdp_pre_all_gather, TwoTensor.fsdp_post_all_gather
+    monkeypatch.setattr(TwoTensor, "fsdp_post_all_gather", post, raising=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        output = model(torch.ones(1, 4))
+        assert isinstance(output, TwoTensor)
+        if step == 0:
+            torch.testing.assert_close(output.b, 2 * output.a)
+        output.sum().backward()
+        assert isinstance(model.weight._local_tensor, TwoTensor)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @distributed(world_size=2)

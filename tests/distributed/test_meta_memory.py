@@ -223,18 +223,14 @@ def test_checkpoint_goes_into_a_meta_model(strategy: str) -> None:
 
 
 @distributed(world_size=2)
-def test_sync_is_chunked(rank: int, world_size: int) -> None:
+def test_sync_is_chunked(
+    rank: int, world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No broadcast carries more than a chunk, whatever the parameter's size."""
-    from fsdp_c._units import collectives
-
-    chunk_nbytes = collectives.CHUNK_NBYTES
-    collectives.CHUNK_NBYTES = 4096
-    try:
-        torch.manual_seed(rank)
-        with _broadcasts_of_views() as sent, counted() as allocations:
-            model = _wrap(_Deep("meta"), param_init_fn=_init, sync_module_states=True)
-    finally:
-        collectives.CHUNK_NBYTES = chunk_nbytes
+    monkeypatch.setattr("fsdp_c._units.collectives.CHUNK_NBYTES", 4096)
+    torch.manual_seed(rank)
+    with _broadcasts_of_views() as sent, counted() as allocations:
+        model = _wrap(_Deep("meta"), param_init_fn=_init, sync_module_states=True)
     assert max(sent) <= 4096
     assert sum(sent) >= NUM_LAYERS * LAYER_NBYTES
     shards = (NUM_LAYERS * LAYER_NBYTES + TIED_NBYTES) // world_size

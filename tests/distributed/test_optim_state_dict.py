@@ -1,9 +1,8 @@
 """Optimizer state dicts, compared with the unsharded optimizer's."""
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdp_c._state import exchange
 from helpers.distributed import STRATEGIES, TEST_DEVICE, distributed
 from helpers.groups import hybrid_groups
 from helpers.impl import FSDP, ShardingStrategy, fsdp
@@ -307,59 +307,33 @@ def test_dict_does_not_follow_training() -> None:
         assert found["param_groups"] == before["param_groups"]
 
 
-@contextmanager
-def _counted_calls() -> Iterator[list[str]]:
-    """Yield the names of what was called: exchanges and their agreement."""
-    from fsdp_c._state import exchange
-
-    owners: dict[str, Any] = {"all_gather_object": dist, "prepare_exchange": exchange}
-    originals = {name: getattr(owner, name) for name, owner in owners.items()}
-    calls: list[str] = []
-
-    def counted(name: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            calls.append(name)
-            return originals[name](*args, **kwargs)
-
-        return call
-
-    for name in originals:
-        setattr(owners[name], name, counted(name))
-    try:
-        yield calls
-    finally:
-        for name, function in originals.items():
-            setattr(owners[name], name, function)
-
-
 @pytest.mark.parametrize("form", ["full", "rank0", "sharded"])
 @distributed(world_size=(2, 3))
-def test_few_exchanges(form: str) -> None:
+def test_few_exchanges(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One agreement, then units in batches: whatever they are, both ways.
 
     With nothing packed all units go at once. With all of it packed (small pieces) a
     batch is at most as large as the largest unit: some units still go together, unless
     each rank needs all of each unit.
     """
-    from fsdp_c._state import exchange
-
     model, optim = trained("transformer", "adam", 1, use_orig_params=True)
     local = copy.deepcopy(optim.state_dict()["state"])
     num_units = len(FSDP.fsdp_modules(model))
     is_free = form == "full"
-    limit = exchange.DIRECT_NBYTES
-    for nbytes in (limit, 1):
-        exchange.DIRECT_NBYTES = nbytes
-        try:
-            with in_form(model, form), _counted_calls() as calls:
-                found = FSDP.optim_state_dict(model, optim)
-                assert calls.count("all_gather_object") == 1
-                num_saves = calls.count("prepare_exchange")
-                calls.clear()
-                loaded = FSDP.optim_state_dict_to_load(model, optim, found)
-                num_loads = calls.count("prepare_exchange")
-        finally:
-            exchange.DIRECT_NBYTES = limit
+    agree = mock.Mock(wraps=dist.all_gather_object)
+    prepare = mock.Mock(wraps=exchange.prepare_exchange)
+    monkeypatch.setattr(dist, "all_gather_object", agree)
+    monkeypatch.setattr(exchange, "prepare_exchange", prepare)
+    for nbytes in (exchange.DIRECT_NBYTES, 1):
+        monkeypatch.setattr(exchange, "DIRECT_NBYTES", nbytes)
+        agree.reset_mock()
+        prepare.reset_mock()
+        with in_form(model, form):
+            found = FSDP.optim_state_dict(model, optim)
+            assert agree.call_count == 1
+            num_saves = prepare.call_count
+            loaded = FSDP.optim_state_dict_to_load(model, optim, found)
+            num_loads = prepare.call_count - num_saves
         assert_same_states(loaded["state"], local)
         if nbytes == 1 and TEST_DEVICE == "cpu":
             assert num_saves == 1
@@ -373,29 +347,25 @@ def test_few_exchanges(form: str) -> None:
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=(2, 3))
-def test_large_tensors_go_straight(use_orig_params: bool) -> None:
+def test_large_tensors_go_straight(
+    use_orig_params: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Packed or each in a message of its own: the same, both ways."""
-    from fsdp_c._state import exchange
-
     model, optim = trained(
         "uneven", "counting", 1, nested=False, use_orig_params=use_orig_params
     )
     local = copy.deepcopy(optim.state_dict()["state"])
     expected = full(model, optim)["state"]
-    limit = exchange.DIRECT_NBYTES
-    try:
-        for nbytes in (1, 16, 64):
-            exchange.DIRECT_NBYTES = nbytes
-            assert_same_states(full(model, optim)["state"], expected)
-            first = _rank0(model, optim)
-            loaded = _load_rank0(model, optim, first)
-            assert_same_states(loaded["state"], local)
-            with in_form(model, "sharded"):
-                sharded = FSDP.optim_state_dict(model, optim)
-                loaded = FSDP.optim_state_dict_to_load(model, optim, sharded)
-            assert_same_states(loaded["state"], local)
-    finally:
-        exchange.DIRECT_NBYTES = limit
+    for nbytes in (1, 16, 64):
+        monkeypatch.setattr(exchange, "DIRECT_NBYTES", nbytes)
+        assert_same_states(full(model, optim)["state"], expected)
+        first = _rank0(model, optim)
+        loaded = _load_rank0(model, optim, first)
+        assert_same_states(loaded["state"], local)
+        with in_form(model, "sharded"):
+            sharded = FSDP.optim_state_dict(model, optim)
+            loaded = FSDP.optim_state_dict_to_load(model, optim, sharded)
+        assert_same_states(loaded["state"], local)
 
 
 class _Allocations(TorchDispatchMode):
@@ -416,14 +386,14 @@ class _Allocations(TorchDispatchMode):
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
-def test_memory(rank: int, use_orig_params: bool) -> None:
+def test_memory(
+    rank: int, use_orig_params: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Beyond the result one unit's small tensors; with rank0_only no result elsewhere.
 
     Counted is everything that was allocated, kept or not; and the ranks' messages
     about what there is, which are small.
     """
-    from fsdp_c._state import exchange
-
     module = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
     model = fsdp(module, units={torch.nn.Linear}, use_orig_params=use_orig_params)
     optim = OPTIMIZERS["adamw_foreach"](model.parameters())
@@ -432,20 +402,15 @@ def test_memory(rank: int, use_orig_params: bool) -> None:
     optim.step()
     whole = 8 * 2 * 4 * (64 * 64 + 64)  # units, states, bytes, elements
     messages = 20 * 1024
-    limit = exchange.DIRECT_NBYTES
-    for nbytes in (limit, 4096):
-        exchange.DIRECT_NBYTES = nbytes
-        packed = whole if nbytes == limit else whole // 32
-        try:
-            with _Allocations() as count:
-                full(model, optim)
-            assert whole <= count.nbytes < whole + packed + messages
-            with _Allocations() as count:
-                first = _rank0(model, optim)
-            mine = 0 if rank > 0 else whole
-            assert mine <= count.nbytes < mine + packed // 2 + messages
-            with _Allocations() as count:
-                _load_rank0(model, optim, first)
-            assert count.nbytes < whole + packed // 2 + messages
-        finally:
-            exchange.DIRECT_NBYTES = limit
+    for nbytes, packed in ((exchange.DIRECT_NBYTES, whole), (4096, whole // 32)):
+        monkeypatch.setattr(exchange, "DIRECT_NBYTES", nbytes)
+        with _Allocations() as count:
+            full(model, optim)
+        assert whole <= count.nbytes < whole + packed + messages
+        with _Allocations() as count:
+            first = _rank0(model, optim)
+        mine = 0 if rank > 0 else whole
+        assert mine <= count.nbytes < mine + packed // 2 + messages
+        with _Allocations() as count:
+            _load_rank0(model, optim, first)
+        assert count.nbytes < whole + packed // 2 + messages

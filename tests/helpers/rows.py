@@ -4,6 +4,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -37,14 +38,9 @@ def shard_units(
     return fully_shard(model, **options)
 
 
-@contextlib.contextmanager
-def small_apart() -> Iterator[None]:
-    """Make units apart of small parameters, too."""
-    usual, apart.MIN_NUMEL = apart.MIN_NUMEL, 1
-    try:
-        yield
-    finally:
-        apart.MIN_NUMEL = usual
+def small_apart() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which units apart are made of small parameters, too."""
+    return mock.patch.object(apart, "MIN_NUMEL", 1)
 
 
 def as_double(inputs: Inputs) -> Inputs:
