@@ -62,7 +62,6 @@ def test_training(param_dtype: torch.dtype | None, use_orig_params: bool) -> Non
             param_dtype=param_dtype, buffer_dtype=torch.bfloat16
         ),
         use_orig_params=use_orig_params,
-        param_dtype=param_dtype,
     )
     differential.train(2)
     net = differential.model.module

@@ -212,10 +212,7 @@ def test_reduce_dtype(strategy: str, reduce_dtype: torch.dtype) -> None:
     differential = Differential.of_model(
         "mlp",
         strategy=strategy,
-        param_dtype=torch.bfloat16,
-        mixed_precision=MixedPrecision(
-            param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype
-        ),
+        mixed_precision=MixedPrecision(torch.bfloat16, reduce_dtype),
     )
     record = Record()
     differential.model.register_comm_hook(record, mean)

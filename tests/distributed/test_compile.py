@@ -141,11 +141,7 @@ def test_mixed_precision() -> None:
     with _dynamo():
         counter = _counter("aot_eager")
         differential = Differential.of_model(
-            "transformer",
-            param_dtype=torch.bfloat16,
-            mixed_precision=MixedPrecision(
-                param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-            ),
+            "transformer", mixed_precision=MixedPrecision(torch.bfloat16, torch.float32)
         )
         _compile_blocks(differential, counter, block=TransformerBlock)
         _train_compiled(differential, counter)

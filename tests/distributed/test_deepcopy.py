@@ -218,10 +218,7 @@ def test_nested_units_and_buffers(
         Nested,
         {Block, Middle},
         use_orig_params=use_orig_params,
-        param_dtype=dtype,
-        mixed_precision=MixedPrecision(
-            param_dtype=dtype, reduce_dtype=dtype and torch.float32, buffer_dtype=dtype
-        ),
+        mixed_precision=MixedPrecision(dtype, dtype and torch.float32, dtype),
     )
     differential.train(num_steps)
     _check_copy(differential)

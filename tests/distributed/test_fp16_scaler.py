@@ -21,9 +21,7 @@ from helpers.reference import (
 from helpers.seeds import generator
 
 RANKS = (2, 3, 4)
-FP16 = MixedPrecision(
-    param_dtype=torch.float16, reduce_dtype=torch.float16, cast_forward_inputs=True
-)
+FP16 = MixedPrecision(torch.float16, torch.float16, cast_forward_inputs=True)
 
 
 def _differential(strategy: str, use_orig_params: bool, **kwargs: Any) -> Differential:
@@ -113,7 +111,6 @@ def test_unscaled_gradients_equal_the_reference(
         strategy,
         use_orig_params,
         mixed_precision=FP16,
-        param_dtype=torch.float16,
         tolerance=2e-2,
     )
     scaler = _scaler(init_scale=256.0)
@@ -142,7 +139,6 @@ def test_accumulation(rank: int, world_size: int, no_sync: bool) -> None:
         "FULL_SHARD",
         use_orig_params=True,
         mixed_precision=FP16,
-        param_dtype=torch.float16,
         tolerance=2e-2,
     )
     model = differential.model

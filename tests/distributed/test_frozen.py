@@ -140,11 +140,8 @@ def test_everything_in_one_unit(strategy: str, use_orig_params: bool) -> None:
 @with_model(
     lambda: _Stack(_Adapted(_Quantised()) for _ in range(2)),
     {_Adapted},
-    param_dtype=torch.bfloat16,
     tolerance=4e-2,
-    mixed_precision=MixedPrecision(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-    ),
+    mixed_precision=MixedPrecision(torch.bfloat16, torch.float32),
 )
 def test_quantised_weights_under_mixed_precision(differential: Differential) -> None:
     """Integers keep their dtype, floating parameters compute in bf16."""

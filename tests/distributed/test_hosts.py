@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import fsdp_c
 from helpers.distributed import distributed
 from helpers.groups import hybrid_groups
-from helpers.impl import fsdp
+from helpers.impl import MixedPrecision, fsdp
 from helpers.models import CASES
 from helpers.reference import Differential
 from helpers.rows import APIS, in_either_api
@@ -70,14 +70,10 @@ def test_training_on_two_hosts(model: str, strategy: str, api: str) -> None:
 def test_low_precision_on_two_hosts() -> None:
     """bf16 is summed in fp32 on each level; also beside fp32 in one unit."""
     with on_hosts("a", "a", "b", "b") as group:
-        precision = torch.distributed.fsdp.MixedPrecision(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16
-        )
         differential = Differential.of_model(
             "transformer",
             process_group=group,
-            mixed_precision=precision,
-            param_dtype=torch.bfloat16,
+            mixed_precision=MixedPrecision(torch.bfloat16, torch.bfloat16),
         )
         differential.train(2)
         assert transport_of(group)[0] == "hierarchical"

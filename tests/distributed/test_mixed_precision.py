@@ -28,16 +28,13 @@ def test_bf16_compute_over_fp32_shards(
     model: str, strategy: str, reduce_dtype: str | None, use_orig_params: bool
 ) -> None:
     """Parameters, gradients and optimizer stay fp32; compute is bf16."""
-    precision = MixedPrecision(
-        param_dtype=torch.bfloat16,
-        reduce_dtype=reduce_dtype and getattr(torch, reduce_dtype),
-    )
     differential = Differential.of_model(
         model,
         strategy=strategy,
-        mixed_precision=precision,
+        mixed_precision=MixedPrecision(
+            torch.bfloat16, reduce_dtype and getattr(torch, reduce_dtype)
+        ),
         use_orig_params=use_orig_params,
-        param_dtype=torch.bfloat16,
     )
     differential.train(3)
     for param in differential.model.parameters():
@@ -48,11 +45,7 @@ def test_bf16_compute_over_fp32_shards(
 @varied(use_orig_params=[True, False])
 @distributed(world_size=2)
 @with_model(
-    mixed_precision=MixedPrecision(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-    ),
-    param_dtype=torch.bfloat16,
-    tolerance=1e-6,
+    mixed_precision=MixedPrecision(torch.bfloat16, torch.float32), tolerance=1e-6
 )
 def test_fp32_reduce_is_exact(differential: Differential) -> None:
     """bf16 gradients that are reduced in fp32 lose nothing on the way."""
@@ -62,12 +55,7 @@ def test_fp32_reduce_is_exact(differential: Differential) -> None:
 @varied(use_orig_params=[True, False])
 @pytest.mark.parametrize("no_sync", [True, False])
 @distributed(world_size=2)
-@with_model(
-    mixed_precision=MixedPrecision(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-    ),
-    param_dtype=torch.bfloat16,
-)
+@with_model(mixed_precision=MixedPrecision(torch.bfloat16, torch.float32))
 def test_accumulation(differential: Differential, no_sync: bool) -> None:
     """Micro batches in bf16, with and without no_sync."""
     for _ in range(2):

@@ -324,11 +324,7 @@ def test_dtensors_without_a_mesh() -> None:
 @distributed(world_size=2)
 def test_mixed_precision(use_orig_params: bool, kind: Any) -> None:
     """Masters, and buffers in the dtype that they had, before and after forward."""
-    precision = MixedPrecision(
-        param_dtype=torch.bfloat16,
-        reduce_dtype=torch.bfloat16,
-        buffer_dtype=torch.bfloat16,
-    )
+    precision = MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
     reference, model = everything(
         mixed_precision=precision, use_orig_params=use_orig_params
     )

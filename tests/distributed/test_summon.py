@@ -20,7 +20,7 @@ from helpers.impl import (
     assert_idle,
     fsdp,
 )
-from helpers.models import DIM, Block, vectors
+from helpers.models import DIM, Block
 from helpers.reference import Differential, assert_same
 
 
@@ -72,30 +72,10 @@ def _is_roots_own(name: str) -> bool:
     return not name.startswith(("outer.", "idle."))
 
 
-def _make(
-    strategy: str, *, use_orig_params: bool, groups: Any = None, **kwargs: Any
-) -> Differential:
-    param_dtype = kwargs.pop("param_dtype", None)
-
-    def wrap(module: nn.Module) -> Any:
-        return fsdp(
-            module,
-            process_group=groups,
-            strategy=strategy,
-            units=UNITS,
-            use_orig_params=use_orig_params,
-            **kwargs,
-        )
-
-    return Differential(
-        Odd,
-        wrap,
-        vectors,
-        use_orig_params=use_orig_params,
-        param_dtype=param_dtype,
-        # The scalar comes close to 0, where the default is below fp32's rounding.
-        tolerance=1e-4 if param_dtype is None else None,
-    )
+def _make(strategy: str, **kwargs: Any) -> Differential:
+    # The scalar comes close to 0, where the default is below fp32's rounding.
+    kwargs.setdefault("tolerance", 1e-4)
+    return Differential.of_units(Odd, UNITS, strategy=strategy, **kwargs)
 
 
 class _Look:
@@ -248,7 +228,9 @@ def test_every_combination_with_offload(use_orig_params: bool) -> None:
 def test_every_combination_of_replicas(strategy: str, use_orig_params: bool) -> None:
     """With rank0_only and writeback all replicas get the first one's values."""
     with hybrid_groups(2, 2) as groups:
-        differential = _make(strategy, use_orig_params=use_orig_params, groups=groups)
+        differential = _make(
+            strategy, use_orig_params=use_orig_params, process_group=groups
+        )
         _check_every_combination(differential)
         del differential
 
@@ -526,10 +508,8 @@ def test_mixed_precision(strategy: str, use_orig_params: bool) -> None:
     differential = _make(
         strategy,
         use_orig_params=use_orig_params,
-        param_dtype=torch.bfloat16,
-        mixed_precision=MixedPrecision(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-        ),
+        mixed_precision=MixedPrecision(torch.bfloat16, torch.float32),
+        tolerance=4e-2,
     )
     model = differential.model
     differential.train(1)

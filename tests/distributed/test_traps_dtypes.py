@@ -213,9 +213,7 @@ def test_gradient_of_the_parameters_dtype_may_be_assigned(
     """Before and after a backward in bf16; the next one adds to it."""
     model = fsdp(
         nn.Linear(6, 6, bias=False),
-        mixed_precision=MixedPrecision(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-        ),
+        mixed_precision=MixedPrecision(torch.bfloat16, torch.float32),
         use_orig_params=use_orig_params,
     )
     (param,) = model.parameters()

@@ -151,10 +151,7 @@ def test_fresh_and_accumulated_gradients_in_one_reduction(
         (),
         strategy=strategy,
         use_orig_params=use_orig_params,
-        param_dtype=torch.bfloat16,
-        mixed_precision=MixedPrecision(
-            param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype
-        ),
+        mixed_precision=MixedPrecision(torch.bfloat16, reduce_dtype),
     )
     both: tuple[Any, ...] = (differential.reference, differential.model.module)
     for schedule in (((0,), (0, 1), (0, 1, 2)), ((0, 1), (2,)), ((2,), (1,), (0,))):
@@ -226,9 +223,7 @@ def test_fp16_sum_does_not_overflow(strategy: str) -> None:
         model = fsdp(
             _Weighted(),
             strategy=strategy,
-            mixed_precision=MixedPrecision(
-                param_dtype=torch.float16, reduce_dtype=torch.float16
-            ),
+            mixed_precision=MixedPrecision(torch.float16, torch.float16),
             use_orig_params=True,
         )
         x = torch.full((37,), value)

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from helpers.impl import FSDP, StateDictType, assert_idle, fsdp
+from helpers.impl import FSDP, MixedPrecision, StateDictType, assert_idle, fsdp
 from helpers.models import CASES, Case, Inputs, loss_of, vectors
 from helpers.seeds import generator
 from helpers.worker import call
@@ -332,11 +332,14 @@ class Differential:
         use_orig_params: bool = True,
         strategy: str = "FULL_SHARD",
         optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = sgd,
-        param_dtype: torch.dtype | None = None,
+        mixed_precision: MixedPrecision | None = None,
         tolerance: float | None = None,
         **kwargs: Any,
     ) -> "Differential":
-        """Wrap the modules of ``unit_classes``; ``kwargs`` go to the wrapper."""
+        """Wrap the modules of ``unit_classes``; ``kwargs`` go to the wrapper.
+
+        The reference computes in the dtype of ``mixed_precision``.
+        """
         classes = set(unit_classes)
         return cls(
             build,
@@ -345,12 +348,13 @@ class Differential:
                 units=classes,
                 strategy=strategy,
                 use_orig_params=use_orig_params,
+                mixed_precision=mixed_precision,
                 **kwargs,
             ),
             inputs,
             use_orig_params=use_orig_params,
             optimizer=optimizer,
-            param_dtype=param_dtype,
+            param_dtype=mixed_precision and mixed_precision.param_dtype,
             tolerance=tolerance,
         )
 
