@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
 
+from fsdp_c import reset
 from helpers.distributed import STRATEGIES, distributed, every_strategy, varied
 from helpers.groups import hybrid_groups
 from helpers.impl import FSDP, CPUOffload, MixedPrecision, assert_idle, fsdp
@@ -241,13 +242,9 @@ def test_segments(differential: Differential, model: str) -> None:
 @every_strategy
 @pytest.mark.parametrize("raises_at", [0, 2, NUM_UNITS - 1])
 @distributed(world_size=2)
-def test_exception(raises_at: int, strategy: str, use_orig_params: bool) -> None:
+@with_model()
+def test_exception(differential: Differential, raises_at: int) -> None:
     """It reaches the user as it is; after reset() training goes on."""
-    from fsdp_c import reset
-
-    differential = Differential.of_model(
-        "mlp", strategy=strategy, use_orig_params=use_orig_params
-    )
     record = Record()
     differential.model.register_comm_hook(record, mean)
     differential.train(1)

@@ -12,6 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 
+from fsdp_c import reset
 from helpers.distributed import distributed, every_strategy, varied
 from helpers.groups import hybrid_groups
 from helpers.impl import FSDP, MixedPrecision, assert_idle, fsdp
@@ -382,16 +383,12 @@ class _Copies(nn.Module):
         return self.block(x)
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@varied(use_orig_params=[True, False])
 @pytest.mark.parametrize("which", ["root", "unit"])
 @distributed(world_size=2)
-def test_inside_forward(rank: int, which: str, use_orig_params: bool) -> None:
+@with_model(_Copies, {Block})
+def test_inside_forward(differential: Differential, rank: int, which: str) -> None:
     """Refused: parameters are whole there. Training goes on after reset()."""
-    from fsdp_c import reset
-
-    differential = Differential.of_units(
-        _Copies, {Block}, use_orig_params=use_orig_params
-    )
     model = differential.model
     differential.train(1)
     differential.zero_grad()

@@ -10,13 +10,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from helpers.distributed import distributed
 from helpers.impl import FSDP, CPUOffload, fsdp
 from helpers.models import MLP, Block
-from helpers.reference import Differential, assert_same
-
-
-def _differential(strategy: str = "FULL_SHARD", **kwargs: Any) -> Differential:
-    return Differential.of_model(
-        "mlp", strategy=strategy, use_orig_params=False, **kwargs
-    )
+from helpers.reference import Differential, assert_same, with_model
 
 
 def _flat_params(model: nn.Module) -> list[nn.Parameter]:
@@ -28,8 +22,11 @@ def _flat_params(model: nn.Module) -> list[nn.Parameter]:
 @distributed(world_size=2)
 def test_register_hook(strategy: str, offload: bool) -> None:
     """It sees the mean over the ranks, this rank's shard, and may replace it."""
-    differential = _differential(
-        strategy, cpu_offload=CPUOffload(offload_params=offload)
+    differential = Differential.of_model(
+        "mlp",
+        strategy=strategy,
+        use_orig_params=False,
+        cpu_offload=CPUOffload(offload_params=offload),
     )
     seen: list[tuple[Tensor, Tensor]] = []
     for param in _flat_params(differential.model):
@@ -51,9 +48,9 @@ def test_register_hook(strategy: str, offload: bool) -> None:
 
 
 @distributed(world_size=2)
-def test_accumulation() -> None:
+@with_model(use_orig_params=False)
+def test_accumulation(differential: Differential) -> None:
     """A hook sees one backward's gradient, not the sum of those before."""
-    differential = _differential()
     for param in _flat_params(differential.model):
         param.register_hook(lambda grad: grad * 3)
     for param in differential.reference.parameters():
@@ -84,9 +81,9 @@ def test_no_sync() -> None:
 
 
 @distributed(world_size=2)
-def test_post_accumulate_hook() -> None:
+@with_model(use_orig_params=False)
+def test_post_accumulate_hook(differential: Differential) -> None:
     """An optimizer's step in it is the step after backward, without gradients."""
-    differential = _differential()
     optimizers = {
         param: torch.optim.AdamW([param], lr=0.1)
         for param in _flat_params(differential.model)
@@ -114,9 +111,9 @@ def test_post_accumulate_hook() -> None:
 
 
 @distributed(world_size=2)
-def test_post_accumulate_hook_keeps_the_gradient() -> None:
+@with_model(use_orig_params=False)
+def test_post_accumulate_hook_keeps_the_gradient(differential: Differential) -> None:
     """It sees the accumulated gradient, and may change it in place or replace it."""
-    differential = _differential()
 
     def halve(param: Tensor) -> None:
         param.grad.mul_(0.5)

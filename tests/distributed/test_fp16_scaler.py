@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from helpers.distributed import TEST_DEVICE, distributed, every_strategy
+from helpers.distributed import TEST_DEVICE, distributed, every_strategy, varied
 from helpers.impl import FSDP, MixedPrecision, fsdp
 from helpers.models import loss_of
 from helpers.reference import (
@@ -17,17 +17,12 @@ from helpers.reference import (
     assert_same_tensors,
     full_state_dict,
     objects_of_all_ranks,
+    with_model,
 )
 from helpers.seeds import generator
 
 RANKS = (2, 3, 4)
 FP16 = MixedPrecision(torch.float16, torch.float16, cast_forward_inputs=True)
-
-
-def _differential(strategy: str, use_orig_params: bool, **kwargs: Any) -> Differential:
-    return Differential.of_model(
-        "mlp", strategy=strategy, use_orig_params=use_orig_params, **kwargs
-    )
 
 
 def _scaler(**kwargs: Any) -> ShardedGradScaler:
@@ -37,11 +32,11 @@ def _scaler(**kwargs: Any) -> ShardedGradScaler:
 @pytest.mark.trap(23)
 @every_strategy
 @distributed(world_size=RANKS)
+@with_model()
 def test_infinity_on_one_rank_skips_the_step_everywhere(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool
+    differential: Differential, rank: int, world_size: int
 ) -> None:
     """Each rank in turn: nobody steps, all scales halve alike; then all go on."""
-    differential = _differential(strategy, use_orig_params)
     model, optimizer = differential.model, differential.optimizer
     scaler = _scaler(init_scale=64.0)
     scale = 64.0
@@ -99,20 +94,14 @@ def test_rank_that_holds_nothing_hears_of_it(
         assert model.module.bias.item() == -0.75
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@varied(use_orig_params=[True, False], strategy=["FULL_SHARD", "NO_SHARD"])
 @pytest.mark.parametrize("clips", [True, False])
 @distributed(world_size=RANKS)
+@with_model(mixed_precision=FP16, tolerance=2e-2)
 def test_unscaled_gradients_equal_the_reference(
-    clips: bool, strategy: str, use_orig_params: bool
+    differential: Differential, clips: bool
 ) -> None:
     """fp16 compute and reduction, fp32 shards; unscale, clip, step."""
-    differential = _differential(
-        strategy,
-        use_orig_params,
-        mixed_precision=FP16,
-        tolerance=2e-2,
-    )
     scaler = _scaler(init_scale=256.0)
     for _ in range(3):
         differential.zero_grad()
@@ -133,14 +122,11 @@ def test_unscaled_gradients_equal_the_reference(
 
 @pytest.mark.parametrize("no_sync", [True, False])
 @distributed(world_size=RANKS)
-def test_accumulation(rank: int, world_size: int, no_sync: bool) -> None:
+@with_model(mixed_precision=FP16, tolerance=2e-2)
+def test_accumulation(
+    differential: Differential, rank: int, world_size: int, no_sync: bool
+) -> None:
     """Micro batches under one scale; an overflow in any of them counts."""
-    differential = _differential(
-        "FULL_SHARD",
-        use_orig_params=True,
-        mixed_precision=FP16,
-        tolerance=2e-2,
-    )
     model = differential.model
     scaler = _scaler(init_scale=128.0)
     for bad_batch, scale in ((None, 128.0), (0, 64.0), (1, 32.0), (None, 32.0)):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from helpers.distributed import STRATEGIES, distributed, every_strategy
+from helpers.distributed import STRATEGIES, distributed, every_strategy, varied
 from helpers.impl import FSDP, MixedPrecision, assert_idle, fsdp, memory_stats
 from helpers.models import DIM, Block, loss_of
 from helpers.reference import (
@@ -249,15 +249,11 @@ def test_everything_is_frozen_for_a_while(
     differential.train(2)
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@varied(use_orig_params=[True, False])
 @distributed(world_size=RANKS)
-def test_writes_to_frozen_parameters_are_seen(use_orig_params: bool) -> None:
+@with_model(lambda: _Stack(_Adapted() for _ in range(2)), {_Adapted})
+def test_writes_to_frozen_parameters_are_seen(differential: Differential) -> None:
     """Merging an adapter into its frozen base, inside a summon."""
-    differential = Differential.of_units(
-        lambda: _Stack(_Adapted() for _ in range(2)),
-        {_Adapted},
-        use_orig_params=use_orig_params,
-    )
     differential.train(1)
     both: tuple[Any, ...] = (differential.model, differential.reference)
     with FSDP.summon_full_params(differential.model), torch.no_grad():
@@ -284,17 +280,15 @@ class _SkipBlock(nn.Module):
         return x + self.fc2(x) if self.uses_both else x
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@varied(use_orig_params=[True, False])
 @distributed(world_size=(2, 3))
-def test_layers_unused_from_some_step_on(rank: int, use_orig_params: bool) -> None:
+@with_model(
+    lambda: nn.Sequential(*(_SkipBlock() for _ in range(4))),
+    {_SkipBlock},
+    optimizer=lambda params: torch.optim.SGD(params, lr=0.05),
+)
+def test_layers_unused_from_some_step_on(differential: Differential, rank: int) -> None:
     """Units give their parameters back in backward, also in the first such step."""
-    depth = 4
-    differential = Differential.of_units(
-        lambda: nn.Sequential(*(_SkipBlock() for _ in range(depth))),
-        {_SkipBlock},
-        use_orig_params=use_orig_params,
-        optimizer=lambda params: torch.optim.SGD(params, lr=0.05),
-    )
     held: list[int] = []
 
     def look(grad: Tensor) -> None:
