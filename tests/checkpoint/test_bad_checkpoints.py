@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -231,8 +232,6 @@ def test_damage(rank: int, tmp_path: Path, damage: str) -> None:
         for param in model.parameters():
             param.add_(1.0)
     problems = _refused(tmp_path / "c", model, optim)
-    import re
-
     assert any(re.search(message, problem) for problem in problems), problems
     with pytest.raises(checkpoint.CheckpointError, match=r"."):
         checkpoint.verify(tmp_path / "c")

@@ -1,6 +1,8 @@
 """Export to Hugging Face's files and back, other numbers of ranks, the commands."""
 
+import contextlib
 import copy
+import io
 import json
 import os
 import re
@@ -161,9 +163,6 @@ def test_export_options(tmp_path: Path) -> None:
 @distributed(world_size=2)
 def test_progress_is_shown_on_rank_0(rank: int, tmp_path: Path) -> None:
     """Bars on stderr if asked for; nothing where it is no terminal."""
-    import contextlib
-    import io
-
     model = _wrap(MLP())
 
     def shown(call: Any) -> str:
@@ -191,9 +190,6 @@ def test_progress_is_shown_on_rank_0(rank: int, tmp_path: Path) -> None:
 
 @distributed(world_size=1)
 def test_commands(tmp_path: Path) -> None:
-    import contextlib
-    import io
-
     model = _wrap(MLP())
     optim = torch.optim.AdamW(model.parameters())
     model(torch.randn(4, 6)).sum().backward()

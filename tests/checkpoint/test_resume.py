@@ -2,10 +2,12 @@
 
 import copy
 import math
+import random
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -214,10 +216,6 @@ def test_non_element_wise_state_of_whole_parameters(
 @distributed(world_size=2)
 def test_what_else_training_needs(rank: int, tmp_path: Path) -> None:
     """Scheduler, random states, position in the data: exact, of every kind."""
-    import random
-
-    import numpy as np
-
     model = _wrap(MLP(1), set(), use_orig_params=True)
     optim = torch.optim.SGD(model.parameters(), lr=1.0)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optim)  # holds inf

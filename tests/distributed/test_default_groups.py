@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_c._units.groups import node_groups
 from helpers.distributed import distributed
 from helpers.impl import FSDP, ShardingStrategy, fsdp
 from helpers.models import CASES, Block
@@ -199,8 +200,6 @@ def test_ignored_states() -> None:
 @distributed(world_size=2)
 def test_they_have_the_time_limit_of_the_default_group() -> None:
     """A rank that does not come is noticed then, not after torch's 30 minutes."""
-    from fsdp_c._units.groups import node_groups
-
     limit = timedelta(seconds=77)
     default = dist.new_group(timeout=limit)
     with pytest.MonkeyPatch.context() as patch:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
 from fsdp_c import fully_shard
@@ -135,8 +136,6 @@ def test_tensor_subclass(monkeypatch: pytest.MonkeyPatch) -> None:
 @distributed(world_size=2)
 def test_refusals() -> None:
     """Another dimension, and a wrong number of arguments."""
-    from torch.distributed.tensor import Shard
-
     model: Any = nn.Linear(4, 6, bias=False)
     fully_shard(model, shard_placement_fn=lambda _: Shard(1))
     Scaled(model.weight._local_tensor)

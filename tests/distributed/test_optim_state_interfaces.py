@@ -16,6 +16,7 @@ from torch.distributed.fsdp import OptimStateKeyType
 from torch.distributed.optim import _NamedOptimizer
 
 from fsdp_c import keep_whole
+from fsdp_c._state.optim.states import collect
 from helpers.distributed import distributed
 from helpers.impl import FSDP, fsdp
 from helpers.models import CASES, Block
@@ -287,8 +288,6 @@ def test_named_groups_of_a_transformed_dict() -> None:
 @distributed(world_size=2)
 def test_collect(use_orig_params: bool) -> None:
     """What fsdp_c.checkpoint builds on: of this rank's part only, without messages."""
-    from fsdp_c._state.optim.states import collect
-
     model, optim = trained("scalar", "counting", 2, use_orig_params=use_orig_params)
     found = collect(model, optim)
     for state in found.states.values():

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fsdp_c import reset
 from helpers.distributed import distributed, every_strategy
 from helpers.groups import hybrid_groups
 from helpers.models import BATCH, DIM, Block
@@ -77,8 +78,6 @@ def test_different_orders(
 @distributed(world_size=(2, 3))
 def test_training_goes_on_after_reset(rank: int, use_orig_params: bool) -> None:
     """The exchanged messages leave the ranks in step."""
-    from fsdp_c import reset
-
     with debugging("INFO"):
         differential = _make("FULL_SHARD", use_orig_params)
         module = differential.model.module

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fsdp_c import reset
 from helpers.distributed import STRATEGIES, distributed, varied
 from helpers.impl import FSDP, assert_idle
 from helpers.models import CASES, DIM, TiedBlock
@@ -130,14 +131,8 @@ def _assert_refused(differential: Differential, message: str) -> None:
             raise AssertionError(msg)
         with pytest.raises(RuntimeError, match=message):
             raise RuntimeError(text)
-        _reset(differential)
+        reset(differential.model)
     assert_idle(model)
-
-
-def _reset(differential: Differential) -> None:
-    from fsdp_c import reset
-
-    reset(differential.model)
 
 
 @pytest.mark.parametrize("shape", [(DIM + 1, DIM), (DIM,), (2, 2, 2)])
@@ -162,7 +157,7 @@ def test_wrong_shape(
 def _reset_after(layer: nn.Module, old: nn.Parameter, differential: object) -> None:
     assert isinstance(differential, Differential)
     layer.weight = old
-    _reset(differential)
+    reset(differential.model)
     differential.train(2)
 
 
@@ -208,7 +203,7 @@ def test_removed(
     layer._parameters.pop("weight", None)
     layer.register_parameter("weight", old)
     layer.register_parameter("bias", bias)
-    _reset(differential)
+    reset(differential.model)
     differential.train(2)
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_c._state import exchange
+from fsdp_c._state.model import save as saving
 from helpers.allocations import counted
 from helpers.distributed import TEST_DEVICE, distributed
 from helpers.impl import FullStateDictConfig, fsdp
@@ -273,8 +274,6 @@ def test_a_rank_that_does_not_call(rank: int, has_met: bool) -> None:
 
     Ranks whose group has carried nothing yet wait in their first meeting: no call.
     """
-    from fsdp_c._state.model import save as saving
-
     with _impatient_group() as group:
         model = _wrap(_Deep(), process_group=group)
         if has_met:

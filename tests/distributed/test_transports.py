@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_c import fully_shard
+from fsdp_c._native import Placement, pass_messages, prepare_exchange
 from helpers.distributed import distributed, every_strategy
 from helpers.groups import hybrid_groups
 from helpers.impl import fsdp
@@ -116,7 +117,6 @@ def test_replicas_have_transports_of_their_own() -> None:
 @distributed(world_size=(2, 3))
 def test_messages(rank: int, world_size: int) -> None:
     """Of all sizes and dtypes, to every other rank at once."""
-    from fsdp_c._native import Placement, pass_messages, prepare_exchange
 
     def content(sender: int, receiver: int, numel: int, dtype: torch.dtype) -> object:
         seed = 1000 * sender + 10 * receiver + numel % 7
@@ -150,8 +150,6 @@ def test_messages(rank: int, world_size: int) -> None:
 @distributed(world_size=2)
 def test_wrong_messages(rank: int) -> None:
     """Refused before anything is passed."""
-    from fsdp_c._native import pass_messages
-
     group = dist.group.WORLD
     with pytest.raises(ValueError, match="not contiguous"):
         pass_messages(
