@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import _files, _save
@@ -35,8 +34,7 @@ EXIT_SLACK_S = 15.0
 
 
 def _model() -> tuple[Any, torch.optim.Optimizer]:
-    policy = ModuleWrapPolicy({Block})
-    model = fsdp(MLP(), auto_wrap_policy=policy, use_orig_params=True)
+    model = fsdp(MLP(), units={Block}, use_orig_params=True)
     optim = torch.optim.AdamW(model.parameters(), lr=0.1)
     _step(model, optim)
     return model, optim

@@ -1,6 +1,7 @@
 """The strict loader: everything wrong in one error, on all ranks, nothing changed."""
 
 import copy
+import functools
 import json
 import os
 import re
@@ -12,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import _documents
@@ -24,9 +24,7 @@ from helpers.reference import assert_same_tensors, full_state_dict, objects_of_a
 pytestmark = pytest.mark.bookkeeping
 
 
-def _wrap(module: nn.Module) -> Any:
-    policy = ModuleWrapPolicy({Block})
-    return fsdp(module, auto_wrap_policy=policy, use_orig_params=True)
+_wrap = functools.partial(fsdp, units={Block}, use_orig_params=True)
 
 
 def _trained(module: nn.Module) -> tuple[Any, torch.optim.Optimizer]:

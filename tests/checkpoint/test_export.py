@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_c import checkpoint
 from helpers.commands import exit_status
@@ -26,10 +25,8 @@ from helpers.reference import assert_same_tensors, full_state_dict
 pytestmark = pytest.mark.bookkeeping
 
 
-def _wrap(module: nn.Module, case: str = "mlp", **kwargs: Any) -> Any:
-    kwargs.setdefault("use_orig_params", True)
-    policy = ModuleWrapPolicy(set(CASES[case].unit_classes) or {nn.Sequential})
-    return fsdp(module, auto_wrap_policy=policy, **kwargs)
+def _wrap(module: nn.Module, case: str = "mlp") -> Any:
+    return fsdp(module, units=CASES[case].unit_classes, use_orig_params=True)
 
 
 def _load_set(folder: Path) -> dict[str, torch.Tensor]:

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import _documents, _files
@@ -278,10 +277,9 @@ class _Run:
         )
 
     def _make(self, group: Any) -> None:
-        policy = ModuleWrapPolicy({Block})
         torch.manual_seed(0)
         self.model = fsdp(
-            MLP(), process_group=group, auto_wrap_policy=policy, use_orig_params=True
+            MLP(), units={Block}, process_group=group, use_orig_params=True
         )
         self.optim = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optim, 1)

@@ -1,6 +1,7 @@
 """Buffers, ignored modules, extra states, replicas, offload: who saves what."""
 
 import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,7 @@ class Parts(nn.Module):
         return self.norm(self.block(x))
 
 
-def _wrap(module: nn.Module, **kwargs: Any) -> Any:
-    kwargs.setdefault("use_orig_params", True)
-    return fsdp(module, units={Block}, **kwargs)
+_wrap = functools.partial(fsdp, units={Block}, use_orig_params=True)
 
 
 def _parts(seed: int, **kwargs: Any) -> Any:

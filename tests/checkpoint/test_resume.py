@@ -12,11 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_c import checkpoint, fully_shard
 from helpers.distributed import distributed
-from helpers.impl import FSDP, ShardingStrategy, fsdp
+from helpers.impl import FSDP, fsdp
 from helpers.models import CASES, DIM, MLP, Block, WithEmpty
 from helpers.reference import assert_same_tensors, full_state_dict
 from helpers.rows import APIS, shard_by
@@ -48,11 +47,6 @@ OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], Optimizer]] = {
     "low_precision": lambda params: LowPrecisionStates(params, lr=0.05),
 }
 BATCH = 84  # a multiple of all numbers of ranks
-
-
-def _wrap(module: nn.Module, classes: set[type[nn.Module]], **kwargs: Any) -> Any:
-    policy = ModuleWrapPolicy(classes) if classes else None
-    return fsdp(module, auto_wrap_policy=policy, **kwargs)
 
 
 def _batch(step: int) -> tuple[Tensor, Tensor]:
@@ -93,7 +87,7 @@ def test_resume_is_bitwise(
 
     def build(seed: int) -> tuple[Any, Optimizer, Any]:
         torch.manual_seed(seed)
-        model = _wrap(MLP(), {Block}, use_orig_params=use_orig_params)
+        model = fsdp(MLP(), units={Block}, use_orig_params=use_orig_params)
         optim = OPTIMIZERS[name](model.parameters())
         return model, optim, torch.optim.lr_scheduler.StepLR(optim, 3)
 
@@ -126,12 +120,12 @@ def test_resume_is_bitwise(
 @distributed(world_size=2)
 def test_saved_again_it_is_the_same(rank: int, world_size: int, tmp_path: Path) -> None:
     """save, load, save: the rank files are equal byte for byte."""
-    model = _wrap(MLP(), {Block}, use_orig_params=True)
+    model = fsdp(MLP(), units={Block}, use_orig_params=True)
     optim = torch.optim.AdamW(model.parameters(), lr=0.01)
     _train(model, optim, range(2), rank, world_size)
     checkpoint.save(tmp_path / "a", model, optim)
     torch.manual_seed(7)
-    model = _wrap(MLP(), {Block}, use_orig_params=True)
+    model = fsdp(MLP(), units={Block}, use_orig_params=True)
     optim = torch.optim.AdamW(model.parameters(), lr=0.5)
     checkpoint.load(tmp_path / "a", model, optim)
     assert optim.param_groups[0]["lr"] == 0.01
@@ -152,12 +146,7 @@ def test_several_groups_and_params_never_stepped(
 
     def build(*, is_reversed: bool) -> tuple[Any, Optimizer]:
         torch.manual_seed(3)
-        model = _wrap(
-            MLP(),
-            {Block},
-            use_orig_params=True,
-            sharding_strategy=ShardingStrategy[strategy],
-        )
+        model = fsdp(MLP(), units={Block}, use_orig_params=True, strategy=strategy)
         named = list(model.named_parameters())
         biases = [p for n, p in named if n.endswith("bias")]
         weights = [p for n, p in named if n.endswith("weight")]
@@ -191,16 +180,15 @@ def test_non_element_wise_state_of_whole_parameters(
         torch.manual_seed(0)
         # Two ranks cut the first weight, with and without aligned shards.
         layers = nn.Linear(DIM, 13), nn.Tanh(), nn.Linear(13, 3)
-        model = _wrap(nn.Sequential(*layers), set(), use_orig_params=True, **kwargs)
+        model = fsdp(nn.Sequential(*layers), use_orig_params=True, **kwargs)
         return model, torch.optim.Adafactor(model.parameters(), lr=0.05)
 
-    whole = {"sharding_strategy": ShardingStrategy.NO_SHARD}
-    model, optim = build(**whole)
+    model, optim = build(strategy="NO_SHARD")
     _train(model, optim, range(2), rank, world_size)
     names = {name for state in optim.state.values() for name in state}
     assert "row_var" in names
     checkpoint.save(tmp_path / "c", model, optim)
-    other, other_optim = build(**whole)
+    other, other_optim = build(strategy="NO_SHARD")
     checkpoint.load(tmp_path / "c", other, other_optim)
     for each, opt in ((model, optim), (other, other_optim)):
         _train(each, opt, range(2, 4), rank, world_size)
@@ -216,7 +204,7 @@ def test_non_element_wise_state_of_whole_parameters(
 @distributed(world_size=2)
 def test_what_else_training_needs(rank: int, tmp_path: Path) -> None:
     """Scheduler, random states, position in the data: exact, of every kind."""
-    model = _wrap(MLP(1), set(), use_orig_params=True)
+    model = fsdp(MLP(1), use_orig_params=True)
     optim = torch.optim.SGD(model.parameters(), lr=1.0)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optim)  # holds inf
     milestones = torch.optim.lr_scheduler.MultiStepLR(optim, [2, 2, 5])  # int keys
@@ -268,7 +256,7 @@ def test_under_a_default_device(
     rank: int, world_size: int, tmp_path: Path, use_orig_params: bool
 ) -> None:
     """What is read goes through host memory, wherever tensors are made by default."""
-    model = _wrap(MLP(1), set(), use_orig_params=use_orig_params)
+    model = fsdp(MLP(1), use_orig_params=use_orig_params)
     optim = torch.optim.AdamW(model.parameters(), lr=0.01)
     _train(model, optim, range(2), rank, world_size)
     expected = {name: t.clone() for name, t in full_state_dict(model).items()}
@@ -412,16 +400,16 @@ def test_a_rank_of_padding(rank: int, tmp_path: Path) -> None:
 @distributed(world_size=(2, 3))
 def test_models(tmp_path: Path, case: str, use_orig_params: bool) -> None:
     """Tied, frozen, scalar, empty, mixed: into another wrapping, bit for bit."""
-    model = _wrap(
+    model = fsdp(
         CASES[case].build(),
-        set(CASES[case].unit_classes),
+        units=CASES[case].unit_classes,
         use_orig_params=use_orig_params,
     )
     expected = copy.deepcopy(full_state_dict(model))
     checkpoint.save(tmp_path / "c", model)
     checkpoint.verify(tmp_path / "c")
     torch.manual_seed(99)
-    other = _wrap(CASES[case].build(), set(), use_orig_params=not use_orig_params)
+    other = fsdp(CASES[case].build(), use_orig_params=not use_orig_params)
     found = checkpoint.load(tmp_path / "c", other)
     assert found.missing == found.unexpected == ()
     assert_same_tensors("state", full_state_dict(other), expected, 0.0)

@@ -9,11 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers.distributed import TEST_DEVICE, distributed
 from helpers.groups import first_ranks
-from helpers.impl import FSDP, ShardingStrategy, fsdp
+from helpers.impl import ShardingStrategy, fsdp
 from helpers.models import (
     CASES,
     MLP,
@@ -66,21 +65,8 @@ def test_states_are_not_synced_by_default(rank: int) -> None:
 @distributed(world_size=2)
 def test_device_id(device_id: str | None, use_orig_params: bool) -> None:
     """The device under test, named and not."""
-    kwargs: dict[str, Any] = (
-        {} if device_id is None else {"device_id": torch.device(TEST_DEVICE)}
-    )
-    case = CASES["mlp"]
-    differential = Differential.of_case(
-        case,
-        lambda module: FSDP(
-            module,
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
-            use_orig_params=use_orig_params,
-            **kwargs,
-        ),
-        use_orig_params=use_orig_params,
-    )
-    differential.train(2)
+    named = {} if device_id is None else {"device_id": torch.device(TEST_DEVICE)}
+    Differential.of_model("mlp", use_orig_params=use_orig_params, **named).train(2)
 
 
 @distributed(world_size=3)

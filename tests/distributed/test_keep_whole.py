@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from fsdp_c import checkpoint, explain, fully_shard, keep_whole
@@ -507,6 +506,5 @@ def test_the_last_call_decides() -> None:
     model = nn.Sequential(nn.Linear(10, 10), nn.Linear(3, 4))
     keep_whole(model, matrices)
     keep_whole(model, rows, max_padding=ANY_PADDING)
-    policy = ModuleWrapPolicy({nn.Linear})
-    wrapped = fsdp(model, auto_wrap_policy=policy, use_orig_params=True)
+    wrapped = fsdp(model, units={nn.Linear}, use_orig_params=True)
     assert check_blocks(wrapped, rows) > 0

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.optim import (
     _apply_optimizer_in_backward,
     _get_in_backward_optimizers,
@@ -317,9 +316,8 @@ def test_refused() -> None:
     """What needs all gradients, or several of them; each with the reason."""
     x = torch.randn(2, 6)
 
-    def make(**kwargs: Any) -> Any:
-        policy = ModuleWrapPolicy({Block})
-        return fsdp(MLP(2), auto_wrap_policy=policy, use_orig_params=True, **kwargs)
+    def make() -> Any:
+        return fsdp(MLP(2), units={Block}, use_orig_params=True)
 
     with pytest.raises(ValueError, match="pass the wrapped model"):
         fsdp_c.optimizer_in_backward(MLP(1), OPTIMIZERS["sgd"])

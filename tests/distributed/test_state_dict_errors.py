@@ -2,27 +2,25 @@
 
 import contextlib
 import copy
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers.distributed import TEST_DEVICE, distributed
 from helpers.groups import first_ranks
 from helpers.impl import fsdp
-from helpers.models import CASES, MLP
+from helpers.models import MLP, Block
 from helpers.reference import assert_same_tensors, full_state_dict
 from helpers.state_dicts import FULL, LOCAL, SHARDED, load, save
 
 pytestmark = pytest.mark.bookkeeping
 
 
-def _wrap(module: nn.Module, **kwargs: Any) -> Any:
-    policy = ModuleWrapPolicy(set(CASES["mlp"].unit_classes))
-    return fsdp(module, auto_wrap_policy=policy, **kwargs)
+_wrap = functools.partial(fsdp, units={Block})
 
 
 @contextlib.contextmanager

@@ -16,7 +16,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardedStateDictConfig
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from helpers.distributed import TEST_DEVICE, distributed, every_strategy, varied
@@ -30,7 +29,7 @@ from helpers.impl import (
     StateDictType,
     fsdp,
 )
-from helpers.models import CASES
+from helpers.models import CASES, Block
 from helpers.reference import (
     Differential,
     assert_same_tensors,
@@ -410,10 +409,7 @@ def test_between_micro_batches_and_inside_a_summon(kind: Any) -> None:
 def test_prefixes_and_roots(kind: Any) -> None:
     """A prefix, a nested unit alone, and a root that is not wrapped."""
     reference = CASES["mlp"].build()
-    policy = ModuleWrapPolicy(set(CASES["mlp"].unit_classes))
-    model = fsdp(
-        copy.deepcopy(reference), auto_wrap_policy=policy, use_orig_params=True
-    )
+    model = fsdp(copy.deepcopy(reference), units={Block}, use_orig_params=True)
     state = save(model, kind, prefix="a.b.")
     assert all(name.startswith("a.b.") for name in state)
     nested = save(model.blocks[1], kind)
@@ -480,8 +476,7 @@ def test_activation_checkpointing(when: str) -> None:
 @distributed(world_size=2)
 def test_settings() -> None:
     """Types and configs are set, returned, and given back to each unit."""
-    policy = ModuleWrapPolicy(set(CASES["mlp"].unit_classes))
-    model = fsdp(CASES["mlp"].build(), auto_wrap_policy=policy)
+    model = fsdp(CASES["mlp"].build(), units={Block})
     assert FSDP.get_state_dict_type(model).state_dict_type is FULL
     config = ShardedStateDictConfig(offload_to_cpu=True)
     before = FSDP.set_state_dict_type(model, SHARDED, config)

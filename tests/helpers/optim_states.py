@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import api
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers.impl import FSDP, StateDictType, fsdp
 from helpers.models import CASES, loss_of
@@ -62,9 +61,8 @@ def wrap(
 ) -> Any:
     """Return ``CASES[model]`` wrapped; with its units, or the root only."""
     case = CASES[model]
-    policy = ModuleWrapPolicy(set(case.unit_classes)) if nested else None
     module = case.build() if module is None else module
-    return fsdp(module, auto_wrap_policy=policy, **kwargs)
+    return fsdp(module, units=case.unit_classes if nested else (), **kwargs)
 
 
 def train(

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_c import LocalStateDictConfig, ShardedStateDictConfig
@@ -166,10 +165,9 @@ class Everything(nn.Module):
 
 def wrap_everything(module: nn.Module, *, is_nested: bool = True, **kwargs: Any) -> Any:
     """Wrap an Everything: its units one in another, or the root only."""
-    if is_nested:
-        kwargs["auto_wrap_policy"] = ModuleWrapPolicy({Inner, Middle})
+    units = {Inner, Middle} if is_nested else ()
     ignored = module.get_submodule("ignored")
-    return fsdp(module, ignored_states=[ignored], **kwargs)
+    return fsdp(module, units=units, ignored_states=[ignored], **kwargs)
 
 
 def everything(seed: int = 0, **kwargs: Any) -> tuple[Everything, Any]:
