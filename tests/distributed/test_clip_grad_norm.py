@@ -53,8 +53,7 @@ def test_mixed_strategies() -> None:
         differential.zero_grad()
         differential.forward_backward()
         differential.clip(0.05)
-        differential.check()
-        differential.step()
+        differential.checked_step()
 
 
 @pytest.mark.trap(15)

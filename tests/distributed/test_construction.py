@@ -186,8 +186,7 @@ def test_models_side_by_side(api: str) -> None:
             mean.backward()
             mine.backward()
         for differential in (first, second):
-            differential.check()
-            differential.step()
+            differential.checked_step()
     del first, differential, losses, mean, mine
     gc.collect()
     second.train(1)

@@ -59,8 +59,7 @@ def test_accumulation(differential: Differential) -> None:
         differential.zero_grad()
         for _ in range(3):
             differential.forward_backward()
-        differential.check()
-        differential.step()
+        differential.checked_step()
 
 
 @distributed(world_size=2)
@@ -130,8 +129,7 @@ def test_post_accumulate_hook_keeps_the_gradient(differential: Differential) -> 
         differential.zero_grad()
         for _ in range(3):
             differential.forward_backward()
-        differential.check()
-        differential.step()
+        differential.checked_step()
         for handle in handles:
             handle.remove()
     differential.train(2)

@@ -268,35 +268,3 @@ def test_a_list_of_which_a_module_does_not_run(reshards: bool) -> None:
         both.check()
     evaluate(model)
     assert are_plain(model) == {False}
-
-
-def _tie(model: Any) -> None:
-    model[1].weight = model[0].weight
-
-
-@distributed(world_size=2)
-def test_tied_before_the_first_forward() -> None:
-    """As in torch: one parameter, in both places."""
-
-    def build() -> nn.Module:
-        model = nn.Sequential(*(nn.Linear(DIM, DIM, bias=False) for _ in range(2)))
-        _tie(model)
-        return model
-
-    def shard(model: Any) -> Any:
-        model[1].weight = nn.Parameter(torch.zeros_like(model[0].weight))
-        _tie(fully_shard(model))
-        return model
-
-    Rows(build, shard, vectors).train(2)
-
-
-@distributed(world_size=2)
-def test_tied_after_a_forward_is_refused() -> None:
-    model = nn.Sequential(*(nn.Linear(DIM, DIM, bias=False) for _ in range(2)))
-    fully_shard(model.double())
-    with torch.no_grad():
-        model(batch())
-    _tie(model)
-    with pytest.raises(ValueError, match=r"'1\.weight' of Sequential was tied"):
-        model(batch())

@@ -109,8 +109,7 @@ def test_finalize_backward() -> None:
         assert (handle is not None) == async_op
         if handle is not None:
             handle.wait()
-        both.check()
-        both.step()
+        both.checked_step()
     both.forward_backward()
     both.model.finalize_backward()
     both.check()

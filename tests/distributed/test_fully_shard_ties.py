@@ -138,11 +138,10 @@ def test_another_precision_is_refused() -> None:
         model(*tokens(torch.Generator(TEST_DEVICE)))
 
 
+@pytest.mark.parametrize("layout", ["nothing", "embedding"])
 @distributed(world_size=2)
-def test_a_tie_after_a_forward_is_refused() -> None:
-    model: Any = Language()
-    fully_shard(model.emb)
-    fully_shard(model)
+def test_a_tie_after_a_forward_is_refused(layout: str) -> None:
+    model = LAYOUTS[layout](Language())
     with torch.no_grad():
         model(*tokens(torch.Generator(TEST_DEVICE)))
     tie(model)

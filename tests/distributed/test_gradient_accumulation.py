@@ -118,8 +118,7 @@ def test_other_units_in_each_micro_batch(differential: Differential) -> None:
         # The reference reduces what no_sync left; so must the sharded model, once
         # the unit takes part in a synced backward again.
         differential.forward_backward()
-        differential.check()
-        differential.step()
+        differential.checked_step()
 
 
 @distributed(world_size=2)

@@ -190,8 +190,7 @@ def _check_every_combination(differential: Differential) -> None:
             differential.forward_backward()
             _Look(differential, options).run()
             assert_idle(differential.model)
-            differential.check()
-            differential.step()
+            differential.checked_step()
         except AssertionError as error:
             msg = f"{error}\noptions: {options}"
             raise AssertionError(msg) from error

@@ -113,8 +113,7 @@ def test_forwards_without_gradients_anywhere(
             look()
         differential.forward_backward(inside=lambda: (look(), look()))
         look()
-        differential.check()
-        differential.step()
+        differential.checked_step()
         look()
         differential.check()
 
@@ -193,8 +192,7 @@ def test_nested_unit_trained_alone(differential: Differential) -> None:
     differential.zero_grad()
     assert isinstance(differential.model.blocks[1], FSDP)
     differential.backward_of(lambda model, x: loss_of(model.blocks[1](x)))
-    differential.check()
-    differential.step()
+    differential.checked_step()
     differential.train(1)
 
 
@@ -250,8 +248,7 @@ def test_gradient_of_the_input(
         expected = inputs[rank].grad
         assert expected is not None
         assert_same("input gradient", mine.grad, expected * world_size)
-        differential.check()
-        differential.step()
+        differential.checked_step()
 
 
 @pytest.mark.trap(5)

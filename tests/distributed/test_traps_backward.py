@@ -75,8 +75,7 @@ def test_unit_whose_output_is_dropped(differential: Differential, frozen: bool) 
         differential.zero_grad()
         differential.forward_backward()
         assert_idle(differential.model)
-        differential.check()
-        differential.step()
+        differential.checked_step()
         # The frozen weights are replaced: a stale unsharded copy would show.
         differential.scale_params(0.9)
 
@@ -109,8 +108,7 @@ def test_first_unit_without_a_gradient_of_its_input(
         assert_idle(differential.model)
         stats = memory_stats(differential.model)
         assert stats["num_reduces"] - before == 4 - num_frozen
-        differential.check()
-        differential.step()
+        differential.checked_step()
 
 
 class _Outer(nn.Module):
@@ -185,8 +183,7 @@ def test_prefetch_for_a_unit_that_backward_does_not_reach(
         for handle in handles:
             handle.remove()
         assert_idle(differential.model)
-        differential.check()
-        differential.step()
+        differential.checked_step()
         differential.train(1)
 
 
@@ -209,8 +206,7 @@ def test_forward_of_the_next_batch_before_this_backward(
     for loss in ahead:
         loss.backward()
     assert_idle(differential.model)
-    differential.check()
-    differential.step()
+    differential.checked_step()
     differential.train(1)
 
 

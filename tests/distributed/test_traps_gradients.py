@@ -246,8 +246,7 @@ def test_norm_where_ranks_hold_nothing(
         differential.zero_grad()
         differential.forward_backward()
         differential.clip(0.01, norm_type)
-        differential.check()
-        differential.step()
+        differential.checked_step()
 
 
 @pytest.mark.trap(15)
