@@ -46,22 +46,24 @@ def _build() -> nn.Module:
     return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), nn.Linear(DIM, 3))
 
 
-def _shard(door: str, ranks: list[int]) -> tuple[Any, dist.ProcessGroup]:
-    mesh = DeviceMesh(TEST_DEVICE, ranks)
-    model = _build()
+def _shard(door: str, optimizer: str, size: int = 2) -> tuple[Any, Any, Any]:
+    """Return model, optimizer and group of the first ranks; None on the others."""
+    mesh = DeviceMesh(TEST_DEVICE, list(range(size)))
+    if dist.get_rank() >= size:
+        return None, None, None
+    model: Any = _build()
     if door == "rows":
         for layer in (model[0], model[2]):
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
     else:
-        group = mesh.get_group()
         model = FSDP(
             model,
-            process_group=group,
+            process_group=mesh.get_group(),
             auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
             use_orig_params=door == "originals",
         )
-    return model, mesh.get_group()
+    return model, _optimizer(optimizer, model), mesh.get_group()
 
 
 def _optimizer(name: str, model: nn.Module) -> Any:
@@ -154,9 +156,8 @@ def test_checkpoint(
     with groups_destroyed(), _interpreted():
         expected = _Expected(optimizer)
         saved: list[Any] = [None]
+        model, optim, group = _shard(door, optimizer)
         if rank < 2:
-            model, group = _shard(door, [0, 1])
-            optim = _optimizer(optimizer, model)
             for step in range(2):
                 out = _step(model, optim, step, rank, 2)
             expected.check(1, out, rank, 2)
@@ -164,16 +165,12 @@ def test_checkpoint(
             saved = [_values(model, optim)]
             checkpoint.save(tmp_path / "c", model, optim, process_group=group)
             before = _classes(optim)
-        else:
-            DeviceMesh(TEST_DEVICE, [0, 1])
         dist.broadcast_object_list(saved)
         checkpoint.verify(tmp_path / "c")
         for size in (2, 1, 3):
+            model, optim, group = _shard(to, optimizer, size)
             if rank >= size:
-                DeviceMesh(TEST_DEVICE, list(range(size)))
                 continue
-            model, group = _shard(to, list(range(size)))
-            optim = _optimizer(optimizer, model)
             checkpoint.load(tmp_path / "c", model, optim, process_group=group)
             if (size, to) == (2, door):
                 assert _classes(optim) == before
@@ -194,15 +191,13 @@ def test_resumes_bit_for_bit(
 ) -> None:
     """On the same ranks, with fsdp_c.checkpoint."""
     with groups_destroyed(), _interpreted():
-        model, _ = _shard(door, [0, 1])
-        optim = _optimizer(optimizer, model)
+        model, optim, _ = _shard(door, optimizer)
         for step in range(2):
             _step(model, optim, step, rank, 2)
         checkpoint.save(tmp_path / "c", model, optim, blocking=False).result()
         if rank == 0:
             checkpoint.export(tmp_path / "c", tmp_path / "model")
-        other, _ = _shard(door, [0, 1])
-        other_optim = _optimizer(optimizer, other)
+        other, other_optim, _ = _shard(door, optimizer)
         checkpoint.load(tmp_path / "c", other, other_optim)
         for step in (2, 3):
             first = _step(model, optim, step, rank, 2)
@@ -219,22 +214,17 @@ def test_torch_checkpoint(rank: int, tmp_path: Path, door: str, optimizer: str) 
     """
     with groups_destroyed(), _interpreted():
         expected = _Expected(optimizer)
+        model, optim, group = _shard(door, optimizer)
         if rank < 2:
-            model, group = _shard(door, [0, 1])
-            optim = _optimizer(optimizer, model)
             for step in range(2):
                 _step(model, optim, step, rank, 2)
             folder = tmp_path / "c"
             _save_or_load_with_torch(model, optim, folder, group, load=False)
-        else:
-            DeviceMesh(TEST_DEVICE, [0, 1])
         dist.barrier()
         for size in (2, 1) if door == "rows" else (2, 1, 3):
+            model, optim, group = _shard(door, optimizer, size)
             if rank >= size:
-                DeviceMesh(TEST_DEVICE, list(range(size)))
                 continue
-            model, group = _shard(door, list(range(size)))
-            optim = _optimizer(optimizer, model)
             _save_or_load_with_torch(model, optim, tmp_path / "c", group, load=True)
             if size < 3:
                 assert any(name.startswith("OptimState") for name in _classes(optim))
@@ -248,8 +238,7 @@ def test_torch_checkpoint(rank: int, tmp_path: Path, door: str, optimizer: str) 
 def test_full_state_dict(rank: int, door: str) -> None:
     """Values come out, and go into a fresh optimizer in its own class."""
     with groups_destroyed(), _interpreted():
-        model, _ = _shard(door, [0, 1])
-        optim = _optimizer("AdamW8bit", model)
+        model, optim, _ = _shard(door, "AdamW8bit")
         for step in range(2):
             _step(model, optim, step, rank, 2)
         options = StateDictOptions(full_state_dict=True)
@@ -257,8 +246,7 @@ def test_full_state_dict(rank: int, door: str) -> None:
         for state in optim_state["state"].values():
             assert {type(value) for value in state.values()} == {Tensor}
         values, before = _values(model, optim), _classes(optim)
-        other, _ = _shard(door, [0, 1])
-        other_optim = _optimizer("AdamW8bit", other)
+        other, other_optim, _ = _shard(door, "AdamW8bit")
         set_state_dict(
             other,
             other_optim,
