@@ -31,27 +31,18 @@ from helpers.groups import kept_mesh
 from helpers.impl import ShardingStrategy, fsdp
 from helpers.reference import assert_same_tensors
 from programs.test_checkpoint_state_dict import (
+    FULL,
     STEPS,
     AppState,
     assert_alike,
+    assert_same_state,
     by_name,
     flatten,
-    optimizer,
+    fresh,
     train,
     trained,
     wrap,
 )
-
-FULL = StateDictOptions(full_state_dict=True)
-
-
-def assert_same_state(actual: Any, expected: Any) -> None:
-    """Both are (parameters, optimizer state) of FULL, with equal values."""
-    assert_same_tensors("parameters", dict(actual[0]), dict(expected[0]), 0.0)
-    mine, theirs = actual[1]["state"], expected[1]["state"]
-    assert mine.keys() == theirs.keys()
-    for name, state in theirs.items():
-        assert_same_tensors(name, mine[name], state, 0.0)
 
 
 def settings(strategy: str, **kwargs: Any) -> dict[str, Any]:
@@ -86,8 +77,7 @@ def test_strategies(name: str, strategy: str, use_orig_params: bool) -> None:
                 by_name(mine[1]), by_name(torchs[1]), is_same_form=not is_plain
             )
             for given in (mine, torchs):
-                model = wrap("fsdp_c", name, seed=1, **kwargs)
-                optim = optimizer(model)
+                model, optim = fresh("fsdp_c", name, **kwargs)
                 set_state_dict(
                     model,
                     optim,
@@ -115,8 +105,7 @@ def test_broadcast(rank: int, strategy: str, use_orig_params: bool) -> None:
     for name in names:
         given = get_state_dict(*trained("plain", name), options=FULL)
         expected = copy.deepcopy(given)
-        model = wrap("fsdp_c", name, seed=rank, **kwargs)
-        optim = optimizer(model)
+        model, optim = fresh("fsdp_c", name, rank, **kwargs)
         options = StateDictOptions(
             full_state_dict=True, broadcast_from_rank0=True, strict=name != "unused"
         )
@@ -125,9 +114,7 @@ def test_broadcast(rank: int, strategy: str, use_orig_params: bool) -> None:
         set_model_state_dict(model, params, options=options)
         set_optimizer_state_dict(model, optim, state, options=options)
         actual = get_state_dict(model, optim, options=FULL)
-        assert_same_tensors(name, dict(actual[0]), dict(expected[0]), 0.0)
-        for key, state in expected[1]["state"].items():
-            assert_same_tensors(key, actual[1]["state"][key], state, 0.0)
+        assert_same_state(actual, expected, what=name)
 
 
 def two_optimizers(model: nn.Module) -> list[Any]:
@@ -276,9 +263,7 @@ def test_ignored_frozen_params(rank: int, name: str, use_orig_params: bool) -> N
         assert state["state"].keys() == expected[1]["state"].keys()
         if full:
             part = {key: expected[0][key] for key in kept}
-            assert_same_tensors(name, params, part)
-            for key, each in expected[1]["state"].items():
-                assert_same_tensors(key, state["state"][key], each)
+            assert_same_state((params, state), (part, expected[1]), 2e-5)
 
 
 @pytest.mark.parametrize("is_plain", [True, False])
@@ -340,8 +325,7 @@ def test_sharded_optimizer_state_of_no_shard(use_orig_params: bool) -> None:
                     (shard,) = value.local_shards()
                     assert shard.tensor.untyped_storage().data_ptr() not in live
     for source, target in itertools.product(models, models):
-        model = wrap(target, "mlp", seed=1, **kwargs)
-        optim = optimizer(model)
+        model, optim = fresh(target, "mlp", **kwargs)
         set_optimizer_state_dict(model, optim, got[source])
         state = get_state_dict(model, optim, options=FULL)[1]["state"]
         assert state.keys() == expected.keys()
@@ -451,9 +435,8 @@ def _save(folder: Path, saver: str, use_orig_params: bool) -> None:
 def _resume(folder: Path, use_orig_params: bool) -> None:
     """Train on from each form, as the unsharded model does."""
     params, state = torch.load(folder / "plain.pt")
-    plain = wrap("plain", "mlp", seed=1)
+    plain, plain_optim = fresh("plain", "mlp")
     plain.load_state_dict(params)
-    plain_optim = optimizer(plain)
     plain_optim.load_state_dict(state)
     before = copy.deepcopy(get_state_dict(plain, plain_optim, options=FULL))
     rest = range(STEPS, STEPS + 2)
@@ -464,17 +447,11 @@ def _resume(folder: Path, use_orig_params: bool) -> None:
     for form, own in forms.items():
         # A full state that only rank 0 has goes to the others.
         options = FROM_RANK_0 if form == "full_offloaded" else own
-        model = wrap("fsdp_c", "mlp", seed=1, use_orig_params=use_orig_params)
-        optim = optimizer(model)
-        recipe = Recipe(model, optim, options)
-        dcp.load({"app": recipe}, checkpoint_id=folder / form)
+        model, optim = fresh("fsdp_c", "mlp", use_orig_params=use_orig_params)
+        dcp.load({"app": Recipe(model, optim, options)}, checkpoint_id=folder / form)
         for expected in (before, after):
             actual = get_state_dict(model, optim, options=FULL)
-            assert_same_tensors(form, dict(actual[0]), dict(expected[0]))
-            found, states = actual[1]["state"], expected[1]["state"]
-            assert found.keys() == states.keys()
-            for name, each in states.items():
-                assert_same_tensors(f"{form} {name}", found[name], each)
+            assert_same_state(actual, expected, 2e-5, form)
             if expected is before:
                 train("fsdp_c", "mlp", model, optim, rest)
 

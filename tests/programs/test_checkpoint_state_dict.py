@@ -37,6 +37,7 @@ from helpers.shared_folder import shared_folder
 from helpers.state_dicts import whole_state
 
 STEPS = 2
+FULL = StateDictOptions(full_state_dict=True)
 
 
 def build(name: str, seed: int = 0) -> nn.Module:
@@ -56,6 +57,12 @@ def optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
 
 
+def fresh(impl: str, name: str, seed: int = 1, **kwargs: Any) -> tuple[Any, Any]:
+    """Return what a state is loaded into: a model and its optimizer."""
+    model = wrap(impl, name, seed, **kwargs)
+    return model, optimizer(model)
+
+
 def train(
     impl: str, name: str, model: nn.Module, optim: Any, steps: range = range(STEPS)
 ) -> None:
@@ -72,8 +79,7 @@ def train(
 
 
 def trained(impl: str, name: str, **kwargs: Any) -> tuple[nn.Module, Any]:
-    model = wrap(impl, name, **kwargs)
-    optim = optimizer(model)
+    model, optim = fresh(impl, name, **{"seed": 0, **kwargs})
     train(impl, name, model, optim)
     return model, optim
 
@@ -139,6 +145,17 @@ def assert_alike(actual: Any, expected: Any, *, is_same_form: bool = True) -> No
             assert ours[key] == value, key
 
 
+def assert_same_state(
+    actual: Any, expected: Any, tolerance: float = 0.0, what: str = "loaded"
+) -> None:
+    """Both are (parameters, optimizer state) of FULL, with equal values."""
+    assert_same_tensors(what, actual[0], expected[0], tolerance)
+    mine, theirs = actual[1]["state"], expected[1]["state"]
+    assert mine.keys() == theirs.keys()
+    for name, state in theirs.items():
+        assert_same_tensors(f"{what} {name}", mine[name], state, tolerance)
+
+
 # Getting -----------------------------------------------------------------------
 
 OPTIONS = [
@@ -195,9 +212,7 @@ def test_get_offloaded(rank: int, use_orig_params: bool) -> None:
             assert flatten(state) == {}
             continue
         if full:
-            assert_same_tensors("params", params, expected[0], 0.0)
-            for name, values in expected[1]["state"].items():
-                assert_same_tensors(name, state["state"][name], values, 0.0)
+            assert_same_state((params, state), expected)
         else:
             assert_alike(params, expected[0])
             assert_alike(state, expected[1])
@@ -245,12 +260,9 @@ def assert_resumes(name: str, first: Any, second: Any) -> None:
     """Two models train on alike: parameters and optimizer state were loaded."""
     for model, optim in (first, second):
         train("fsdp_c", name, model, optim, range(STEPS, STEPS + 2))
-    options = StateDictOptions(full_state_dict=True)
-    expected = get_state_dict(*first, options=options)
-    actual = get_state_dict(*second, options=options)
-    assert_same_tensors("parameters", actual[0], expected[0], 0.0)
-    for key, state in expected[1]["state"].items():
-        assert_same_tensors(key, actual[1]["state"][key], state, 0.0)
+    assert_same_state(
+        get_state_dict(*second, options=FULL), get_state_dict(*first, options=FULL)
+    )
 
 
 @pytest.mark.parametrize("saved", ["same", "torch", "plain"])
@@ -274,8 +286,7 @@ def test_set(saved: str, use_orig_params: bool) -> None:
                 continue
             options = StateDictOptions(**chosen)
             params, state = get_state_dict(*given, options=options)
-            model = wrap("fsdp_c", name, seed=1, **kwargs)
-            optim = optimizer(model)
+            model, optim = fresh("fsdp_c", name, **kwargs)
             result = set_state_dict(
                 model,
                 optim,
@@ -290,8 +301,7 @@ def test_set(saved: str, use_orig_params: bool) -> None:
             if name != "mixed_dtype":  # several flat parameters: groups are alike
                 assert_alike(by_name(now[1]), by_name(state), is_same_form=False)
             if saved == "same" and not chosen["flatten_optimizer_state_dict"]:
-                model = wrap("fsdp_c", name, seed=1, **kwargs)
-                optim = optimizer(model)
+                model, optim = fresh("fsdp_c", name, **kwargs)
                 set_model_state_dict(model, copy.copy(params), options=options)
                 set_optimizer_state_dict(model, optim, state, options=options)
                 assert_resumes(name, copy_of(first, name, kwargs), (model, optim))
@@ -331,22 +341,18 @@ def test_broadcast_from_rank0(rank: int, use_orig_params: bool) -> None:
     """Only rank 0 has the state dicts; all models get them."""
     for name in ("mlp", "frozen_units", "mixed_dtype"):
         plain = trained("plain", name)
-        full = StateDictOptions(full_state_dict=True)
-        params, state = get_state_dict(*plain, options=full)
+        params, state = get_state_dict(*plain, options=FULL)
         expected = copy.deepcopy(params), copy.deepcopy(state)
         if rank != 0:
             params, state = {}, {}
-        model = wrap("fsdp_c", name, seed=rank, use_orig_params=use_orig_params)
-        optim = optimizer(model)
+        model, optim = fresh("fsdp_c", name, rank, use_orig_params=use_orig_params)
         options = StateDictOptions(
             full_state_dict=True, broadcast_from_rank0=True, cpu_offload=name == "mlp"
         )
         set_model_state_dict(model, params, options=options)
         set_optimizer_state_dict(model, optim, state, options=options)
-        now = get_state_dict(model, optim, options=full)
-        assert_same_tensors(name, now[0], expected[0], 0.0)
-        for key, values in expected[1]["state"].items():
-            assert_same_tensors(key, now[1]["state"][key], values, 0.0)
+        actual = get_state_dict(model, optim, options=FULL)
+        assert_same_state(actual, expected, what=name)
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
@@ -358,9 +364,7 @@ def test_strict(use_orig_params: bool) -> None:
     part = {name: value for name, value in params.items() if "blocks" in name}
     for chosen in ({"full_state_dict": True}, {}):
         model = wrap("fsdp_c", "mlp", seed=1, use_orig_params=use_orig_params)
-        before = get_model_state_dict(
-            model, options=StateDictOptions(full_state_dict=True)
-        )
+        before = get_model_state_dict(model, options=FULL)
         values: dict[str, Any] = dict(part)
         if not chosen:
             first, _ = trained("fsdp_c", "mlp", use_orig_params=use_orig_params)
@@ -368,9 +372,7 @@ def test_strict(use_orig_params: bool) -> None:
             values = {name: sharded[name] for name in part}
         loose = StateDictOptions(**chosen, strict=False)
         set_model_state_dict(model, dict(values), options=loose)
-        now = get_model_state_dict(
-            model, options=StateDictOptions(full_state_dict=True)
-        )
+        now = get_model_state_dict(model, options=FULL)
         for name, value in now.items():
             expected = params[name] if name in part else before[name]
             assert_same(name, value, expected)
@@ -413,19 +415,13 @@ def test_stateful(use_orig_params: bool, saver: str) -> None:
         dcp.save({"app": AppState(*first)}, checkpoint_id=path)
         loaded = []
         for use_orig in (use_orig_params, not use_orig_params):
-            model = wrap("fsdp_c", name, seed=1, use_orig_params=use_orig)
-            optim = optimizer(model)
-            dcp.load({"app": AppState(model, optim)}, checkpoint_id=path)
-            loaded.append((model, optim))
+            loaded.append(fresh("fsdp_c", name, use_orig_params=use_orig))
+            dcp.load({"app": AppState(*loaded[-1])}, checkpoint_id=path)
     train(saver, name, *first, range(STEPS, STEPS + 2))
-    options = StateDictOptions(full_state_dict=True)
-    expected = get_state_dict(*first, options=options)
+    expected = get_state_dict(*first, options=FULL)
     for each in loaded:
         train("fsdp_c", name, *each, range(STEPS, STEPS + 2))
-        params, state = get_state_dict(*each, options=options)
-        assert_same_tensors("parameters", params, expected[0])
-        for key, values in expected[1]["state"].items():
-            assert_same_tensors(key, state["state"][key], values)
+        assert_same_state(get_state_dict(*each, options=FULL), expected, 2e-5)
 
 
 @distributed(world_size=2, device="cpu")
@@ -439,12 +435,10 @@ def test_inside_another_module() -> None:
             self.head = nn.Linear(3, 3)
 
     outer = Outer(wrap("fsdp_c", "mlp", use_orig_params=False))
-    state = get_model_state_dict(outer, options=StateDictOptions(full_state_dict=True))
+    state = get_model_state_dict(outer, options=FULL)
     expected = Outer(build("mlp")).state_dict()
     assert state.keys() == expected.keys()
     optim = torch.optim.AdamW(outer.parameters())
-    found = get_optimizer_state_dict(
-        outer, optim, options=StateDictOptions(full_state_dict=True)
-    )
+    found = get_optimizer_state_dict(outer, optim, options=FULL)
     assert found["state"].keys() <= expected.keys()
     assert DistributedDataParallel(Outer(build("mlp")))
