@@ -1,13 +1,16 @@
 """Saves that write in a thread: what they hold, how they end, who waits."""
 
+import contextlib
 import json
 import os
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -46,18 +49,27 @@ def _step(model: Any, optim: torch.optim.Optimizer) -> None:
     optim.step()
 
 
-class _Gate:
-    """Holds the writing threads of this process until it is opened."""
+@contextlib.contextmanager
+def _writes_held() -> Iterator[threading.Event]:
+    """Hold the writing threads of this process until the event is set."""
+    may_write = threading.Event()
+    write = os.writev
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.is_open = threading.Event()
-        write = os.writev
+    def wait_and_write(*arguments: Any) -> int:
+        assert may_write.wait(30)
+        return write(*arguments)
 
-        def wait_and_write(*arguments: Any) -> int:
-            assert self.is_open.wait(30)
-            return write(*arguments)
+    with mock.patch.object(_files.os, "writev", wait_and_write):
+        yield may_write
 
-        monkeypatch.setattr(_files.os, "writev", wait_and_write)
+
+@contextlib.contextmanager
+def _writes_delayed() -> Iterator[None]:
+    with _writes_held() as may_write:
+        timer = threading.Timer(0.2, may_write.set)
+        timer.start()
+        yield
+        timer.join()
 
 
 @distributed(world_size=2)
@@ -65,8 +77,7 @@ def test_training_goes_on_meanwhile(tmp_path: Path) -> None:
     """What was at the call is saved, although it is written later."""
     model, optim = _model()
     expected = {k: v.clone() for k, v in full_state_dict(model).items()}
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        gate = _Gate(monkeypatch)
+    with _writes_held() as may_write:
         handle = checkpoint.save(tmp_path / "c", model, optim, blocking=False)
         _step(model, optim)
         assert not handle.done()
@@ -74,7 +85,7 @@ def test_training_goes_on_meanwhile(tmp_path: Path) -> None:
         with pytest.raises(TimeoutError):
             handle.result(timeout=0.01)
         dist.barrier()
-        gate.is_open.set()
+        may_write.set()
         assert handle.result() == str(tmp_path / "c")
     assert handle.done()
     dist.barrier()
@@ -88,27 +99,19 @@ def test_training_goes_on_meanwhile(tmp_path: Path) -> None:
 def test_a_load_waits(tmp_path: Path) -> None:
     """Of what is still being written, too."""
     model, optim = _model()
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        gate = _Gate(monkeypatch)
+    with _writes_delayed():
         checkpoint.save(tmp_path / "c", model, optim, extra=1, blocking=False)
-        timer = threading.Timer(0.2, gate.is_open.set)
-        timer.start()
         assert checkpoint.load(tmp_path / "c", model, optim).extra == 1
-        timer.join()
 
 
 @distributed(world_size=2)
 def test_the_next_save_waits(tmp_path: Path) -> None:
     model, optim = _model()
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        gate = _Gate(monkeypatch)
+    with _writes_delayed():
         first = checkpoint.save(tmp_path / "c", model, optim, blocking=False)
-        timer = threading.Timer(0.2, gate.is_open.set)
-        timer.start()
         second = checkpoint.save(tmp_path / "c", model, optim, blocking=False)
         assert first.done()
         second.result()
-        timer.join()
     checkpoint.verify(tmp_path / "c")
 
 
@@ -134,13 +137,8 @@ def test_rank_0_publishes_at_once(
 def test_an_error_that_nobody_asked_for(rank: int, tmp_path: Path) -> None:
     """It is raised by the next save, on all ranks, once."""
     model, optim = _model()
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        if rank == 1:
-
-            def fail(*_: Any) -> int:
-                raise OSError(5, "Input/output error")
-
-            monkeypatch.setattr(_files.os, "writev", fail)
+    error = OSError(5, "Input/output error") if rank == 1 else None
+    with mock.patch.object(_files.os, "writev", wraps=os.writev, side_effect=error):
         handle = checkpoint.save(tmp_path / "a", model, optim, blocking=False)
         while not handle.done():
             time.sleep(0.01)
@@ -164,8 +162,7 @@ def test_a_file_that_is_lost(rank: int, tmp_path: Path) -> None:
         wait(job, deadline)
         os.unlink(os.path.join(job.folder, _files.rank_file(1, 2)))
 
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(_save._Job, "_wait_for_entries", wait_and_lose)
+    with mock.patch.object(_save._Job, "_wait_for_entries", wait_and_lose):
         handle = checkpoint.save(tmp_path / "c", model, optim, blocking=False)
         seen = "rank 0 does not see rank-00001" if rank == 0 else "another rank failed"
         with pytest.raises(checkpoint.CheckpointError, match=seen):
@@ -177,10 +174,9 @@ def test_a_file_that_is_lost(rank: int, tmp_path: Path) -> None:
 def test_a_rank_that_does_not_come(rank: int, tmp_path: Path) -> None:
     """The others give up in time and say who is missing."""
     model, optim = _model()
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        gate = _Gate(monkeypatch)
+    with _writes_held() as may_write:
         if rank == 0:
-            gate.is_open.set()
+            may_write.set()
         handle = checkpoint.save(
             tmp_path / "a", model, optim, blocking=False, timeout=0.3
         )
@@ -190,7 +186,7 @@ def test_a_rank_that_does_not_come(rank: int, tmp_path: Path) -> None:
             ):
                 handle.result()
         dist.barrier()
-        gate.is_open.set()
+        may_write.set()
         if rank == 1:
             with pytest.raises(checkpoint.CheckpointError):
                 handle.result()
