@@ -314,6 +314,13 @@ void model_start(model *self) {
   recorder_clear(self->device);
 }
 
+void model_join_new_engine(model *self) {
+  CHECK_OK(fsdp_engine_create(&self->ops, &self->views, &self->engine, NULL));
+  for (int64_t i = 0; i < self->num_units; i++) {
+    CHECK_OK(fsdp_engine_add_unit(self->engine, self->units[i].unit, NULL));
+  }
+}
+
 void model_start_tree(model *self, const model_options *options,
                       int64_t num_children) {
   static const char *const names[] = {"root", "a", "b", "c"};

@@ -152,6 +152,8 @@ fsdp_unit_options model_unit_options(model *self, int64_t index,
                                      fsdp_segment_options *segments);
 /* Builds, which must succeed, and clears the tape. */
 void model_start(model *self);
+/* The old one was destroyed: makes another, which all units join. */
+void model_join_new_engine(model *self);
 /* Root and children a, b, c (as many as asked for), shards of 4, 8, 12 and 16
  * elements; started. */
 void model_start_tree(model *self, const model_options *options,
@@ -256,6 +258,7 @@ void model_check_states(const model *self, fsdp_unit_state state);
 fsdp_engine *model_engine_of(const fsdp_unit *unit);
 fsdp_unit_state model_state(const model *self, int64_t unit);
 fsdp_engine_stats model_stats(const model *self);
+int64_t model_blocks_besides_arena(const model *self);
 
 /* The tape since the last clear in short: who gathers, reduces and shows what;
  * collectives name the unit whose shard has that many elements. */

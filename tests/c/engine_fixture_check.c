@@ -156,6 +156,11 @@ fsdp_engine_stats model_stats(const model *self) {
   return stats;
 }
 
+int64_t model_blocks_besides_arena(const model *self) {
+  return recorder_live_blocks(self->device) -
+         model_stats(self).arena.num_blocks;
+}
+
 /* The unit whose first segment has shards of so many elements. */
 static const char *name_of_numel(const model *self, int64_t shard_numel) {
   for (int64_t i = 0; i < self->num_units; i++) {

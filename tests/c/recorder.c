@@ -372,8 +372,20 @@ void recorder_set_broadcast(recorder *self, double first) {
   self->broadcast_first = first;
 }
 
+static void answer_byte(void *context, int64_t rank, const void *mine,
+                        int64_t nbytes, void *theirs) {
+  (void)rank;
+  (void)mine;
+  memset(theirs, *(const unsigned char *)context, (size_t)nbytes);
+}
+
 void recorder_set_answer(recorder *self, recorder_answer answer,
                          void *context) {
   self->answer = answer;
   self->answer_context = context;
+}
+
+void recorder_set_answer_byte(recorder *self, bool byte) {
+  static unsigned char bytes[] = {0, 1};
+  recorder_set_answer(self, answer_byte, &bytes[byte]);
 }

@@ -132,6 +132,8 @@ void recorder_set_broadcast(recorder *self, double first);
 
 /* How other ranks answer in all_gather_bytes; without it they send the same. */
 void recorder_set_answer(recorder *self, recorder_answer answer, void *context);
+/* They send this byte. */
+void recorder_set_answer_byte(recorder *self, bool byte);
 
 /* The first time that two lanes touched the same memory, one of them writing,
  * and nothing said in which order; "" if there was none, or if a record of an

@@ -108,10 +108,6 @@ TEST(test_failed_child_leaves_once) {
 
 /* --- Between steps ------------------------------------------------------- */
 
-static int64_t num_blocks_besides_the_arena(void) {
-  return recorder_live_blocks(m.device) - model_stats(&m).arena.num_blocks;
-}
-
 static void fail_every_call_of_summon(const model_options *options) {
   for (int64_t i = 0;; i++) {
     fsdp_error error = {0};
@@ -120,7 +116,7 @@ static void fail_every_call_of_summon(const model_options *options) {
     /* Kept for a backward, so that it is resharded first. */
     PLAY("forward");
     fsdp_unit *unit = m.units[0].unit;
-    const int64_t num_blocks = num_blocks_besides_the_arena();
+    const int64_t num_blocks = model_blocks_besides_arena(&m);
     const int64_t num_calls = recorder_num_calls(m.device);
     recorder_fail_at(m.device, i);
     fsdp_status status = fsdp_unit_summon(unit, NULL, &error);
@@ -136,7 +132,7 @@ static void fail_every_call_of_summon(const model_options *options) {
     const bool is_over = recorder_num_calls(m.device) - num_calls <= i;
     CHECK(!is_over || status == FSDP_OK);
     CHECK(!fsdp_unit_is_summoned(unit));
-    CHECK_I64(num_blocks_besides_the_arena(), num_blocks);
+    CHECK_I64(model_blocks_besides_arena(&m), num_blocks);
     CHECK(model_state(&m, 0) == FSDP_UNIT_SHARDED ||
           model_state(&m, 0) == FSDP_UNIT_FAILED);
     if (status != FSDP_OK) {

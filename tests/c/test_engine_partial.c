@@ -5,12 +5,6 @@
 #include "base/alloc.h"
 #include "engine_failures.h"
 
-static void step(fsdp_sync sync) {
-  fsdp_error error = {0};
-  CHECK_OK(failures_step(sync, &error));
-  CHECK_TEXT(error.message, "");
-}
-
 static int64_t count_lines(const char *word) {
   const char *line = recorder_tape(m.device);
   int64_t num_lines = 0;
@@ -85,12 +79,11 @@ static void check_windows(const model_options *options) {
     PLAY("zero_grad; clear");
     if (window == 2) num_live = fsdp_alloc_live();
     for (int i = 0; i < 2; i++) {
-      step(FSDP_SYNC_SHARD);
-      PLAY("check_sharded; grad_view b partial; check_grads");
+      PLAY("sync shard; step; check_sharded; grad_view b partial");
+      PLAY("check_grads");
     }
     CHECK_I64(count_lines("all_reduce"), 0);
-    step(FSDP_SYNC_REDUCE);
-    PLAY("check_grads; grad_view b sharded");
+    PLAY("sync reduce; step; check_grads; grad_view b sharded");
     CHECK_I64(count_lines("all_reduce"), m.options.num_replicas > 1 ? 4 : 0);
     CHECK_I64(count_lines("reduce_scatter"),
               m.options.world_size > 1 ? 3 * 4 : 0);
@@ -131,21 +124,18 @@ TEST(test_mixed_with_no_sync) {
                              .keeps_without_sync = kinds % 3 == 0};
     model_start_tree(&m, &options, 2);
     for (int window = 0; window < 2; window++) {
-      bool is_partial = false; /* all of it */
       for (int i = 0; i < 4; i++) {
-        is_partial = (kinds >> i & 1) != 0;
-        step(is_partial ? FSDP_SYNC_SHARD : FSDP_SYNC_NONE);
-        CHECK_I64(m.units[1].grad_view,
-                  is_partial ? FSDP_VIEW_PARTIAL : FSDP_VIEW_UNSHARDED);
-        if (is_partial) PLAY("check_grads");
+        const bool is_partial = (kinds >> i & 1) != 0;
+        if (is_partial) {
+          PLAY("sync shard; step; grad_view a partial; check_grads");
+        } else {
+          PLAY("sync none; step; grad_view a unsharded");
+        }
       }
-      step(FSDP_SYNC_REDUCE);
-      PLAY("check_grads; check_idle");
+      PLAY("sync reduce; step; check_grads; check_idle");
       if (window == 0) continue;
-      step(FSDP_SYNC_SHARD); /* beside a sharded gradient */
-      PLAY("check_grads");
-      step(FSDP_SYNC_REDUCE);
-      PLAY("check_grads");
+      PLAY("sync shard; step; check_grads"); /* beside a sharded gradient */
+      PLAY("sync reduce; step; check_grads");
     }
     PLAY("end");
   }
@@ -172,7 +162,7 @@ TEST(test_unit_without_gradients_in_the_last) {
     for (int64_t world_size = 1; world_size < 3; world_size++) {
       model_options options = {.world_size = world_size, .num_replicas = 2};
       model_start_tree(&m, &options, 2);
-      step(FSDP_SYNC_SHARD);
+      PLAY("sync shard; step");
       step_without_b(FSDP_SYNC_SHARD, is_entered != 0);
       PLAY("num_reduces 5; check_grads");
       step_without_b(FSDP_SYNC_REDUCE, is_entered != 0);
@@ -186,14 +176,10 @@ TEST(test_unit_without_gradients_in_the_last) {
 /* Cleared in between, it does not come back. */
 TEST(test_cleared_in_between) {
   model_start_tree(&m, NULL, 2);
-  step(FSDP_SYNC_SHARD);
-  PLAY("zero_grad");
-  step(FSDP_SYNC_SHARD); /* starts anew */
-  PLAY("check_grads; zero_grad");
-  step(FSDP_SYNC_REDUCE);
-  PLAY("check_grads; zero_grad");
-  step(FSDP_SYNC_SHARD);
-  PLAY("zero_grad");
+  PLAY("sync shard; step; zero_grad");
+  PLAY("step; check_grads; zero_grad"); /* starts anew */
+  PLAY("sync reduce; step; check_grads; zero_grad");
+  PLAY("sync shard; step; zero_grad");
   const int64_t num_reduces = model_stats(&m).num_reduces;
   step_without_b(FSDP_SYNC_REDUCE, false);
   CHECK_I64(model_stats(&m).num_reduces, num_reduces + 2);
@@ -204,13 +190,12 @@ TEST(test_cleared_in_between) {
  * the others keep what they had. */
 TEST(test_reset_in_between) {
   model_start_tree(&m, NULL, 2);
-  step(FSDP_SYNC_SHARD);
+  PLAY("sync shard; step");
   PLAY("forward; pre_backward root; pre_backward b; grads b; reset");
   PLAY("check_sharded");
   memset(m.units[0].expected[0], 0, 8 * sizeof(double));
   memset(m.units[2].expected[0], 0, 24 * sizeof(double));
-  step(FSDP_SYNC_REDUCE);
-  PLAY("check_grads; end");
+  PLAY("sync reduce; step; check_grads; end");
 }
 
 /* --- Moving and going ---------------------------------------------------- */
@@ -219,18 +204,15 @@ TEST(test_partial_gradient_holds_the_unit) {
   fsdp_engine *other = NULL;
   model_start_tree(&m, NULL, 1);
   CHECK_OK(fsdp_engine_create(&m.ops, &m.views, &other, NULL));
-  step(FSDP_SYNC_SHARD);
+  PLAY("sync shard; step");
   CHECK_I64(fsdp_engine_add_unit(other, m.units[1].unit, NULL),
             FSDP_INVALID_STATE);
-  step(FSDP_SYNC_REDUCE);
+  PLAY("sync reduce; step");
   CHECK_OK(fsdp_engine_add_unit(other, m.units[1].unit, NULL));
   CHECK_I64(model_stats(&m).partial_grad_nbytes, 0);
   CHECK_OK(fsdp_engine_add_unit(m.engine, m.units[1].unit, NULL));
   fsdp_engine_destroy(other);
-  PLAY("zero_grad");
-  step(FSDP_SYNC_SHARD);
-  step(FSDP_SYNC_REDUCE);
-  PLAY("check_grads; end");
+  PLAY("zero_grad; sync shard; step; sync reduce; step; check_grads; end");
 }
 
 /* A unit that goes while its partial gradient is still being written. */

@@ -100,10 +100,9 @@ TEST(test_segments_of_one_unit) {
   recorder_show_memory(m.device, true);
   step();
   CHECK_I64(scratch_nbytes(), 256 + 8 * 2);
-  CHECK(strstr(recorder_tape(m.device),
-               "reduce_scatter reduce g0 8 f32 b2 scratch b3\n"
-               "reduce_scatter reduce g0 8 bf16 b2+256 scratch b3+256\n") !=
-        NULL);
+  CHECK_TAPE_HAS(
+      "reduce_scatter reduce g0 8 f32 b2 scratch b3; "
+      "reduce_scatter reduce g0 8 bf16 b2+256 scratch b3+256;");
   PLAY("end");
 }
 

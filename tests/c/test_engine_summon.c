@@ -265,22 +265,6 @@ TEST(test_gradients_of_the_first_rank) {
 
 /* --- Gradients that are not there ---------------------------------------- */
 
-static void answer_no(void *context, int64_t rank, const void *mine,
-                      int64_t nbytes, void *theirs) {
-  (void)context;
-  (void)rank;
-  (void)mine;
-  memset(theirs, 0, (size_t)nbytes);
-}
-
-static void answer_yes(void *context, int64_t rank, const void *mine,
-                       int64_t nbytes, void *theirs) {
-  (void)context;
-  (void)rank;
-  (void)mine;
-  memset(theirs, 1, (size_t)nbytes);
-}
-
 /* No rank has any: nothing is gathered, nothing is shown. */
 TEST(test_no_gradients) {
   const model_options options = {.rank = 0};
@@ -303,10 +287,9 @@ TEST(test_gradients_of_another_rank) {
     options.offloads = offloads != 0;
     start(&options);
     PLAY("zero_grad");
-    recorder_set_answer(m.device, answer_yes, NULL);
+    recorder_set_answer_byte(m.device, true);
     CHECK_OK(fsdp_unit_summon(m.units[0].unit, &how, NULL));
-    CHECK(strstr(recorder_tape(m.device), "pack compute x1 zero 8 f32") !=
-          NULL);
+    CHECK_TAPE_HAS("pack compute x1 zero 8 f32");
     const float *whole = m.units[0].grads[0];
     for (int64_t i = 0; i < 2 * NUMEL; i++) CHECK(whole[i] == 0);
     PLAY("drop u");
@@ -332,13 +315,12 @@ TEST(test_cleared_gradients) {
     if (rank == 0) {
       PLAY("zero_grad");
     } else {
-      recorder_set_answer(m.device, answer_no, NULL);
+      recorder_set_answer_byte(m.device, false);
     }
     PLAY("dismiss u");
     /* Rank 1 still saw its sharded ones: they are taken away. */
-    CHECK(strstr(recorder_tape(m.device),
-                 rank == 0 ? "take_full_grads u full\nall_gather_bytes g0 1\n"
-                           : "take_grads u\nall_gather_bytes g0 1\n") != NULL);
+    CHECK_TAPE_HAS(rank == 0 ? "take_full_grads u full; all_gather_bytes g0 1;"
+                             : "take_grads u; all_gather_bytes g0 1;");
     CHECK_TAPE_LACKS("show_grads");
     PLAY("zero_grad; step; check_grads; end");
   }
@@ -348,10 +330,6 @@ TEST(test_cleared_gradients) {
 
 enum { MAX_CALLS = 200 };
 
-static int64_t num_blocks_besides_the_arena(void) {
-  return recorder_live_blocks(m.device) - model_stats(&m).arena.num_blocks;
-}
-
 /* After a failure nothing is left over. A summon that failed shows the shards,
  * a dismissal that failed is done by the next one. False: no call failed. */
 static bool fail_call(const model_options *options, int bits, int64_t index) {
@@ -360,7 +338,7 @@ static bool fail_call(const model_options *options, int bits, int64_t index) {
   start(options);
   model_unit *unit = &m.units[0];
   recorder_set_broadcast(m.device, PARAMS);
-  const int64_t num_blocks = num_blocks_besides_the_arena();
+  const int64_t num_blocks = model_blocks_besides_arena(&m);
   const int64_t num_before = recorder_num_calls(m.device);
   recorder_fail_at(m.device, index);
   fsdp_status status = fsdp_unit_summon(unit->unit, &how, NULL);
@@ -391,7 +369,7 @@ static bool fail_call(const model_options *options, int bits, int64_t index) {
   }
   const int64_t num_calls = recorder_num_calls(m.device) - num_before;
   recorder_fail_at(m.device, -1);
-  CHECK_I64(num_blocks_besides_the_arena(), num_blocks);
+  CHECK_I64(model_blocks_besides_arena(&m), num_blocks);
   CHECK_I64(unit->view, FSDP_VIEW_SHARDED);
   failures_check_recovers();
   PLAY("end");

@@ -11,21 +11,13 @@ static fsdp_status set_trainable(int64_t unit, int64_t segment,
                                  error);
 }
 
-static void step(fsdp_sync sync) {
-  fsdp_error error = {0};
-  CHECK_OK(failures_step(sync, &error));
-  CHECK_TEXT(error.message, "");
-  PLAY("check_grads");
-}
-
 /* A whole unit: it had no gradient memory at all. */
 TEST(test_frozen_unit_is_unfrozen) {
   for (int offloads = 0; offloads < 2; offloads++) {
     model_options options = {.offloads = offloads != 0, .wants_scratch = true};
     failures_plan(&options);
     model_start(&m);
-    step(FSDP_SYNC_REDUCE);
-    PLAY("num_reduces 3");
+    PLAY("step; check_grads; num_reduces 3");
     CHECK_I64(model_stats(&m).arena.num_clients, 4 + 3);
     CHECK(!fsdp_unit_is_trainable(m.units[2].unit, 0));
     CHECK_OK(set_trainable(2, 0, true, NULL));
@@ -33,53 +25,44 @@ TEST(test_frozen_unit_is_unfrozen) {
     CHECK(fsdp_unit_is_trainable(m.units[2].unit, 0));
     CHECK_I64(model_stats(&m).arena.num_clients, 4 + 4);
     for (int i = 0; i < 2; i++) {
-      PLAY("zero_grad");
-      step(FSDP_SYNC_NONE);
-      step(FSDP_SYNC_REDUCE);
+      PLAY("zero_grad; sync none; step; check_grads");
+      PLAY("sync reduce; step; check_grads");
     }
     PLAY("num_reduces 11; has_grads frozen; zero_grad");
-    step(FSDP_SYNC_SHARD);
-    step(FSDP_SYNC_REDUCE);
-    PLAY("end");
+    PLAY("sync shard; step; check_grads; sync reduce; step; check_grads; end");
   }
 }
 
 /* A second segment of a unit: its blocks grow, also the partial gradient's. */
 TEST(test_frozen_segment_is_unfrozen) {
   model_open(NULL, "u mixed");
-  step(FSDP_SYNC_SHARD);
+  PLAY("sync shard; step; check_grads");
   CHECK_I64(model_stats(&m).partial_grad_nbytes, 256 + 8 * 2);
-  step(FSDP_SYNC_REDUCE);
+  PLAY("sync reduce; step; check_grads");
   CHECK_OK(set_trainable(0, 1, true, NULL));
   CHECK_I64(model_stats(&m).partial_grad_nbytes, 0);
   CHECK_I64(model_stats(&m).arena.num_clients, 2);
-  step(FSDP_SYNC_REDUCE); /* added to what the others had */
+  PLAY("step; check_grads"); /* added to what the others had */
   CHECK_I64(model_stats(&m).grad_shard_nbytes, 8 * 4 + 4 * 4 + 8 * 2);
-  step(FSDP_SYNC_SHARD);
+  PLAY("sync shard; step; check_grads");
   CHECK_I64(model_stats(&m).partial_grad_nbytes, 512 + 4 * 4);
-  step(FSDP_SYNC_REDUCE);
+  PLAY("sync reduce; step; check_grads");
   const fsdp_summon_options with_grads = {.with_grads = true};
   CHECK_OK(fsdp_unit_summon(m.units[0].unit, &with_grads, NULL));
   CHECK(m.units[0].grads[1] != NULL && m.units[0].grads[3] == NULL);
-  PLAY("dismiss u");
-  step(FSDP_SYNC_REDUCE);
-  PLAY("end");
+  PLAY("dismiss u; step; check_grads; end");
 }
 
 /* What is frozen is not reduced; its memory stays, and serves again. */
 TEST(test_segments_are_frozen) {
   model_open(NULL, "u mixed");
-  step(FSDP_SYNC_REDUCE);
+  PLAY("step; check_grads");
   CHECK_OK(set_trainable(0, 0, false, NULL));
-  PLAY("zero_grad; clear");
-  step(FSDP_SYNC_REDUCE);
-  CHECK(strstr(recorder_tape(m.device), "reduce_scatter reduce g0 8 f32") ==
-        NULL);
-  CHECK(strstr(recorder_tape(m.device), "reduce_scatter reduce g0 8 bf16") !=
-        NULL);
+  PLAY("zero_grad; clear; step; check_grads");
+  CHECK_TAPE_LACKS("reduce_scatter reduce g0 8 f32");
+  CHECK_TAPE_HAS("reduce_scatter reduce g0 8 bf16");
   CHECK_OK(set_trainable(0, 2, false, NULL)); /* nothing is left */
-  PLAY("zero_grad; clear");
-  step(FSDP_SYNC_REDUCE);
+  PLAY("zero_grad; clear; step; check_grads");
   CHECK_TAPE_LACKS("reduce");
   PLAY("no_grads u");
   for (int64_t i = 0; i < 3; i += 2) {
@@ -87,18 +70,19 @@ TEST(test_segments_are_frozen) {
   }
   PLAY("zero_grad");
   const int64_t num_clients = model_stats(&m).arena.num_clients;
-  step(FSDP_SYNC_REDUCE);
+  PLAY("step; check_grads");
   CHECK_I64(model_stats(&m).arena.num_clients, num_clients);
   PLAY("end");
 }
 
 /* Not while gradients are held: to freeze waits, to unfreeze is refused. */
 TEST(test_held_gradients) {
-  static const fsdp_sync kinds[] = {FSDP_SYNC_NONE, FSDP_SYNC_SHARD};
+  static const char *const steps[] = {"sync none; step; check_grads",
+                                      "sync shard; step; check_grads"};
   for (int i = 0; i < 2; i++) {
     fsdp_error error;
     model_open(NULL, "u mixed");
-    step(kinds[i]);
+    PLAY(steps[i]);
     CHECK_OK(set_trainable(0, 0, false, NULL));
     CHECK(fsdp_unit_is_trainable(m.units[0].unit, 0));
     CHECK_FAILS(set_trainable(0, 1, true, &error), FSDP_INVALID_STATE,
@@ -106,16 +90,14 @@ TEST(test_held_gradients) {
                 "parameters of unit 'u' were unfrozen in the middle of a "
                 "gradient accumulation");
     CHECK_I64(error.remedy, FSDP_REMEDY_TRAIN_LATER);
-    step(FSDP_SYNC_REDUCE);
+    PLAY("sync reduce; step; check_grads");
     CHECK_OK(set_trainable(0, 0, false, NULL));
     CHECK(!fsdp_unit_is_trainable(m.units[0].unit, 0));
     PLAY("forward; pre_backward u");
     CHECK_I64(set_trainable(0, 0, true, NULL), FSDP_INVALID_STATE);
     PLAY("reset");
     CHECK_OK(set_trainable(0, 0, true, NULL));
-    PLAY("zero_grad");
-    step(FSDP_SYNC_REDUCE);
-    PLAY("end");
+    PLAY("zero_grad; step; check_grads; end");
   }
 }
 
@@ -124,24 +106,15 @@ TEST(test_without_an_engine) {
   model_start_tree(&m, NULL, 1);
   fsdp_engine_destroy(m.engine);
   CHECK_OK(set_trainable(0, 0, false, NULL));
-  CHECK_OK(fsdp_engine_create(&m.ops, &m.views, &m.engine, NULL));
-  for (int64_t i = 0; i < 2; i++) {
-    CHECK_OK(fsdp_engine_add_unit(m.engine, m.units[i].unit, NULL));
-  }
-  step(FSDP_SYNC_REDUCE);
-  CHECK(!m.units[0].has_grads && m.units[1].has_grads);
-  PLAY("end");
+  model_join_new_engine(&m);
+  PLAY("step; check_grads; no_grads root; has_grads a; end");
 
   failures_plan(NULL);
   model_start(&m);
   fsdp_engine_destroy(m.engine);
   CHECK_OK(set_trainable(2, 0, true, NULL));
-  CHECK_OK(fsdp_engine_create(&m.ops, &m.views, &m.engine, NULL));
-  for (int64_t i = 0; i < 4; i++) {
-    CHECK_OK(fsdp_engine_add_unit(m.engine, m.units[i].unit, NULL));
-  }
-  step(FSDP_SYNC_REDUCE);
-  PLAY("end");
+  model_join_new_engine(&m);
+  PLAY("step; check_grads; end");
 }
 
 /* A unit whose gradients do not fit stays as it was. */

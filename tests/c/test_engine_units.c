@@ -186,10 +186,7 @@ TEST(test_unsharded_gradients_go_with_the_engine) {
   CHECK(fsdp_unit_holds_grads(m.units[1].unit));
   fsdp_engine_destroy(m.engine);
   CHECK(!fsdp_unit_holds_grads(m.units[1].unit));
-  CHECK_OK(fsdp_engine_create(&m.ops, &m.views, &m.engine, NULL));
-  for (int64_t i = 0; i < 2; i++) {
-    CHECK_OK(fsdp_engine_add_unit(m.engine, m.units[i].unit, NULL));
-  }
+  model_join_new_engine(&m);
   PLAY("zero_grad; step; check_grads; end");
 }
 

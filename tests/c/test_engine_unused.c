@@ -7,15 +7,24 @@
 #include "engine_failures.h"
 #include "runtime/engine_priv.h"
 
-/* A root with two fp32 parameters of 4 and 8 elements. */
-static void start_with(const model_options *options, bool is_host) {
+static void init(const model_options *options) {
+  model_init(&m, options);
+  m.options.finds_unused = true;
+}
+
+/* fp32 parameters of 4, 8 and 8 elements. */
+static void plan(const char *name, int64_t num_params) {
   const fsdp_param_spec specs[] = {{0, 4, RECORDER_F32, true},
+                                   {0, 8, RECORDER_F32, true},
                                    {0, 8, RECORDER_F32, true}};
-  model_options all = *options;
-  all.finds_unused = true;
-  model_init(&m, &all);
+  model_plan(&m, name, specs, num_params);
+}
+
+/* A root with the first two. */
+static void start_with(const model_options *options, bool is_host) {
+  init(options);
   m.ops.is_host = is_host;
-  model_plan(&m, "u", specs, 2);
+  plan("u", 2);
   model_start(&m);
 }
 
@@ -67,19 +76,12 @@ static fsdp_status copy_from_others(void *context, fsdp_lane lane, void *host,
 }
 
 TEST(test_what_another_rank_uses_is_used) {
-  const model_options options = {.rank = 0};
-  const fsdp_param_spec specs[] = {{0, 4, RECORDER_F32, true},
-                                   {0, 8, RECORDER_F32, true},
-                                   {0, 8, RECORDER_F32, true}};
-  model_init(&m, &options);
-  m.options.finds_unused = true;
+  init(NULL);
   m.ops.copy_to_host = copy_from_others;
-  model_plan(&m, "u", specs, 3);
+  plan("u", 3);
   model_start(&m);
   PLAY("forward; pre_backward u; expect u 1; grad u 0; finish; check_grads");
-  CHECK(!fsdp_unit_is_unused(m.units[0].unit, 0));
-  CHECK(!fsdp_unit_is_unused(m.units[0].unit, 1));
-  CHECK(fsdp_unit_is_unused(m.units[0].unit, 2));
+  CHECK(!is_unused(0) && !is_unused(1) && is_unused(2));
   PLAY("end");
 }
 
@@ -95,17 +97,12 @@ static fsdp_status copy_zeros(void *context, fsdp_lane lane, void *host,
 
 /* It needs no sum for what it has itself. */
 TEST(test_what_this_rank_uses_is_used) {
-  const model_options options = {.rank = 0};
-  const fsdp_param_spec specs[] = {{0, 4, RECORDER_F32, true},
-                                   {0, 8, RECORDER_F32, true}};
-  model_init(&m, &options);
-  m.options.finds_unused = true;
+  init(NULL);
   m.ops.copy_to_host = copy_zeros;
-  model_plan(&m, "u", specs, 2);
+  plan("u", 2);
   model_start(&m);
   PLAY("forward; pre_backward u; expect u 1; grad u 0; finish; check_grads");
-  CHECK(!fsdp_unit_is_unused(m.units[0].unit, 0));
-  CHECK(fsdp_unit_is_unused(m.units[0].unit, 1));
+  CHECK(!is_unused(0) && is_unused(1));
   PLAY("end");
 }
 
@@ -153,12 +150,9 @@ TEST(test_micro_batches) {
 
 /* However many units ask, the host waits once. */
 TEST(test_one_wait_for_all) {
-  const fsdp_param_spec specs[] = {{0, 4, RECORDER_F32, true},
-                                   {0, 8, RECORDER_F32, true}};
-  model_init(&m, NULL);
-  m.options.finds_unused = true;
-  model_plan(&m, "u", specs, 2);
-  model_plan(&m, "v", specs, 2);
+  init(NULL);
+  plan("u", 2);
+  plan("v", 2);
   model_start(&m);
   PLAY("forward; pre_backward v; expect v 1; grad v 0");
   PLAY("pre_backward u; expect u 1; grad u 1; clear; finish; check_grads");
@@ -171,8 +165,7 @@ TEST(test_one_wait_for_all) {
 
 /* Nested backwards reduce a unit twice: what the first one had is used. */
 TEST(test_two_reductions_in_one_backward) {
-  const model_options options = {.rank = 0};
-  start_with(&options, false);
+  start_with(NULL, false);
   PLAY("forward; pre_backward u; expect u 1; grad u 0");
   PLAY("pre_backward u; expect u 1; grad u 1; finish; check_grads");
   CHECK(!is_unused(0) && !is_unused(1));
@@ -183,8 +176,7 @@ TEST(test_two_reductions_in_one_backward) {
 
 /* Zeros take part for what this rank did not use, also for all of a unit. */
 TEST(test_filled) {
-  const model_options options = {.rank = 0};
-  start_with(&options, false);
+  start_with(NULL, false);
   fsdp_unit_get_settings(m.units[0].unit)->fills_unused = true;
   PLAY("forward; pre_backward u; expect u 1; grad u 0; finish; check_grads");
   CHECK(!is_unused(0) && !is_unused(1));
@@ -210,8 +202,7 @@ TEST(test_frozen) {
   CHECK(is_unused(0) && !is_unused(1));
   PLAY("end");
 
-  model_init(&m, NULL);
-  m.options.finds_unused = true;
+  init(NULL);
   model_plan_mixed(&m, "u");
   model_start(&m);
   PLAY("step; check_grads");
@@ -225,8 +216,7 @@ TEST(test_frozen) {
 
 /* A unit whose parameters were all frozen when it was made. */
 TEST(test_thawed) {
-  model_init(&m, NULL);
-  m.options.finds_unused = true;
+  init(NULL);
   const fsdp_param_spec specs[] = {{0, 4, RECORDER_F32, false},
                                    {0, 8, RECORDER_F32, false}};
   model_plan(&m, "u", specs, 2);
