@@ -6,12 +6,8 @@
 #include "base/alloc.h"
 
 void failures_plan(const model_options *options) {
-  const fsdp_param_spec frozen = {0, 24, RECORDER_F32, false};
   model_init(&m, options);
-  model_plan_simple(&m, "root", 8);
-  model_plan_mixed(&m, "mixed");
-  model_plan(&m, "frozen", &frozen, 1);
-  model_plan_simple(&m, "c", 16);
+  model_plan_units("root 8; mixed mixed; frozen (24) frozen; c 16");
 }
 
 fsdp_status failures_step(fsdp_sync sync, fsdp_error *error) {

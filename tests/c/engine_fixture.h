@@ -140,9 +140,12 @@ void model_plan_simple(model *self, const char *name, int64_t shard_numel);
  */
 void model_plan_mixed(model *self, const char *name);
 
-/* Plans units, parents first, and starts. Of each: its name, then the elements
- * of one fp32 parameter on each rank and "frozen" or "apart" if it is, or
- * "mixed" for the segments above: "root 4; a 12 frozen; b mixed". */
+/* Plans units, parents first. Of each: its name, then the elements of one fp32
+ * parameter on each rank, or of whole ones in parentheses, and "frozen" or
+ * "apart" if it is, or "mixed" for the segments above:
+ * "root 4; a 12 frozen; b mixed; c (5,7)". */
+void model_plan_units(const char *units);
+/* Plans these and starts. */
 void model_open(const model_options *options, const char *units);
 
 /* Makes the engine and the planned units. */
@@ -152,7 +155,7 @@ fsdp_unit_options model_unit_options(model *self, int64_t index,
                                      fsdp_segment_options *segments);
 /* Builds, which must succeed, and clears the tape. */
 void model_start(model *self);
-/* The old one was destroyed: makes another, which all units join. */
+/* Makes another one, which all units join; the old one may be gone. */
 void model_join_new_engine(model *self);
 /* Root and children a, b, c (as many as asked for), shards of 4, 8, 12 and 16
  * elements; started. */

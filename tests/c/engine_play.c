@@ -150,27 +150,43 @@ static fsdp_status call(const char *word, const char *name,
   return FSDP_OK;
 }
 
+static int64_t read_specs(const char *size, bool is_trainable,
+                          fsdp_param_spec *specs) {
+  char *at = NULL;
+  int64_t num_specs = 0;
+  specs[0] = (fsdp_param_spec){0, strtoll(size, &at, 10) * m.options.world_size,
+                               RECORDER_F32, is_trainable};
+  if (*at != '(') return 1;
+  for (at++; *at != ')'; at += *at == ',') {
+    specs[num_specs] = specs[0];
+    specs[num_specs++].numel = strtoll(at, &at, 10);
+  }
+  return num_specs;
+}
+
 void model_open(const model_options *options, const char *units) {
   model_init(&m, options);
+  model_plan_units(units);
+  model_start(&m);
+}
+
+void model_plan_units(const char *units) {
   for (const char *at = units; *at != '\0';) {
     static char names[MODEL_MAX_UNITS][32];
     char *name = names[m.num_units % MODEL_MAX_UNITS];
-    char size[8] = "";
+    char size[16] = "";
     char kind[8] = "";
-    (void)sscanf(at, "%31[^; ] %7[^; ] %7[^;]", name, size, kind);
+    (void)sscanf(at, "%31[^; ] %15[^; ] %7[^;]", name, size, kind);
     if (is(size, "mixed")) {
       model_plan_mixed(&m, name);
     } else {
-      const fsdp_param_spec spec = {
-          0, strtoll(size, NULL, 10) * m.options.world_size, RECORDER_F32,
-          !is(kind, "frozen")};
-      model_plan(&m, name, &spec, 1);
+      fsdp_param_spec specs[4];
+      model_plan(&m, name, specs, read_specs(size, !is(kind, "frozen"), specs));
       m.units[m.num_units - 1].is_apart = is(kind, "apart");
     }
     at += strcspn(at, ";");
     at += strspn(at, "; ");
   }
-  model_start(&m);
 }
 
 void model_play(const char *script, const char *file, int line) {

@@ -227,10 +227,7 @@ TEST(test_outermost_unit_is_the_root) {
 }
 
 TEST(test_unit_without_parameters) {
-  model_init(&m, NULL);
-  model_plan(&m, "root", NULL, 0);
-  model_plan_simple(&m, "a", 4);
-  model_start(&m);
+  model_open(NULL, "root (); a 4");
   PLAY("step");
   CHECK_SCHEDULE(
       "all_gather a; show a unsharded; show a sharded; all_gather a; "
@@ -244,11 +241,7 @@ TEST(test_unit_without_parameters) {
 
 /* Parameters of zero elements get gradients too, without a collective. */
 TEST(test_unit_of_empty_parameters) {
-  const fsdp_param_spec specs[] = {{0, 0, RECORDER_F32, true},
-                                   {0, 0, RECORDER_F32, true}};
-  model_init(&m, NULL);
-  model_plan(&m, "root", specs, 2);
-  model_start(&m);
+  model_open(NULL, "root (0,0)");
   PLAY("step");
   CHECK_SCHEDULE("show_grads root sharded");
   CHECK_I64(model_stats(&m).arena.num_allocs, 1);

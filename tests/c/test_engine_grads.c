@@ -138,22 +138,15 @@ TEST(test_kept_gradients_are_reduced_at_the_end) {
 
 /* What got no gradient is zero: while kept, and when reduced. */
 TEST(test_unused_parameters_are_zero) {
-  const fsdp_param_spec specs[] = {{0, 5, RECORDER_F32, true},
-                                   {0, 7, RECORDER_F32, true},
-                                   {0, 3, RECORDER_F32, true}};
-  model_init(&m, NULL);
-  model_plan(&m, "u", specs, 3);
-  model_start(&m);
+  model_open(NULL, "u (5,7,3)");
   recorder_show_memory(m.device, true);
   for (int i = 0; i < 2; i++) {
-    fsdp_engine_set_sync(m.engine, i == 1 ? FSDP_SYNC_REDUCE : FSDP_SYNC_NONE);
+    PLAY(i == 1 ? "sync reduce" : "sync none");
     PLAY("zero_grad; forward; pre_backward u; expect u 3; grad u 1");
     PLAY("pending u 2; clear; finish"); /* the other two do not come */
-    CHECK(strstr(recorder_tape(m.device),
-                 i == 0
-                     ? "pack compute x1 zero 8 f32 b2, zero 9 f32 b2+60\n"
-                     : "pack compute x1 7 f32->f32 b4+32 <- ?, zero 8 f32 b4, "
-                       "zero 9 f32 b4+60\n") != NULL);
+    CHECK_TAPE_HAS(i == 0 ? "pack compute x1 zero 8 f32 b2, zero 9 f32 b2+60;"
+                          : "pack compute x1 7 f32->f32 b4+32 <- ?, "
+                            "zero 8 f32 b4, zero 9 f32 b4+60;");
     PLAY("pending u 0; check_grads");
   }
   PLAY("end");
@@ -161,17 +154,10 @@ TEST(test_unused_parameters_are_zero) {
 
 /* A second gradient of a parameter, and one that nobody announced. */
 TEST(test_gradients_of_one_parameter_add_up) {
-  const fsdp_param_spec specs[] = {{0, 8, RECORDER_F32, true},
-                                   {0, 8, RECORDER_F32, true}};
-  model_init(&m, NULL);
-  model_plan(&m, "u", specs, 2);
-  model_start(&m);
+  model_open(NULL, "u (8,8)");
   recorder_show_memory(m.device, true);
   PLAY("forward; pre_backward u; expect u 3; clear");
-  for (int i = 0; i < 2; i++) {
-    PLAY("grad u 0");
-  }
-  PLAY("grad u 1");
+  PLAY("grad u 0; grad u 0; grad u 1");
   CHECK_TAPE_HAS("pack compute x1 8 f32->f32 b2 <- ?;");
   CHECK_TAPE_HAS(
       "pack compute x1 8 f32->f32 add b2 <- ?, 8 f32->f32 b2+32 <- ?;");
@@ -189,12 +175,7 @@ TEST(test_gradients_of_one_parameter_add_up) {
 /* Gradients wait until all have come. If the unit's block is there before, they
  * are packed and released as they come, from 1 MiB on. */
 TEST(test_large_gradients_are_packed_early) {
-  const fsdp_param_spec specs[] = {{0, 16, RECORDER_F32, true},
-                                   {0, 1 << 18, RECORDER_F32, true},
-                                   {0, 16, RECORDER_F32, true}};
-  model_init(&m, NULL);
-  model_plan(&m, "u", specs, 3);
-  model_start(&m);
+  model_open(NULL, "u (16,262144,16)");
   PLAY("sync none; forward; pre_backward u; expect u 3; grad u 2; grad u 1");
   CHECK_I64(m.grads[0].num_releases, 0);
   CHECK_I64(m.grads[1].num_releases, 0);
@@ -296,13 +277,11 @@ TEST(test_memory_of_one_unit) {
 /* Equal units, however many there are: the root, the unit that runs, the next
  * one, and the gradients that are reduced. */
 TEST(test_memory_does_not_grow_with_depth) {
-  static const char *const names[] = {"root", "a", "b", "c", "d", "e", "f"};
+  static const char *const units[] = {
+      "root 64; a 64; b 64; c 64; d 64",
+      "root 64; a 64; b 64; c 64; d 64; e 64; f 64"};
   for (int round = 0; round < 2; round++) {
-    model_init(&m, NULL);
-    for (int64_t i = 0; i < (round == 0 ? 5 : 7); i++) {
-      model_plan_simple(&m, names[i], 64);
-    }
-    model_start(&m);
+    model_open(NULL, units[round]);
     PLAY("zero_grad; step; check_grads; zero_grad; step; check_grads");
     PLAY("zero_grad; step; check_grads");
     CHECK_I64(model_stats(&m).arena.peak_nbytes, 4 * 128 * 4);

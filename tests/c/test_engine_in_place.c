@@ -7,7 +7,7 @@
 #include "base/dtypes.h"
 #include "engine_fixture.h"
 
-enum { NUMEL = 4096, MAX_NBYTES = 1 << 18 };
+enum { MAX_NBYTES = 1 << 18 };
 
 struct fsdp_shared {
   float whole[MAX_NBYTES / sizeof(float)];
@@ -121,10 +121,7 @@ static void plan(const model_options *options, bool is_able) {
   able.close = close_shared;
   able.await_closed = await_closed;
   m.shard_group.transport->ops = &able;
-  model_plan_simple(&m, "root", NUMEL);
-  model_plan_simple(&m, "a", NUMEL);
-  model_plan_simple(&m, "b", NUMEL);
-  model_plan_simple(&m, "tiny", 4);
+  model_plan_units("root 4096; a 4096; b 4096; tiny 4");
 }
 
 static void start(const model_options *options, bool is_able) {

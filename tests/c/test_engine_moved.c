@@ -67,10 +67,8 @@ TEST(test_moved_before_backward) {
 /* One rank: the shard is the whole, and replicas get what lies there now. */
 TEST(test_a_moved_shard_of_one_rank) {
   model_options options = {.world_size = 1, .num_replicas = 2};
-  model_init(&m, &options);
-  model_plan_simple(&m, "u", 4);
+  model_open(&options, "u 4");
   recorder_show_memory(m.device, true);
-  model_start(&m);
   PLAY("step; zero_grad");
   const void *moved = move_shard(0, 0);
   recorder_name_memory(m.device, moved, 16, "moved");

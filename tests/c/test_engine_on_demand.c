@@ -89,9 +89,7 @@ TEST(test_sync_of_one_unit) {
 }
 
 TEST(test_root_may_reshard) {
-  model_init(&m, NULL);
-  model_plan_simple(&m, "root", 4);
-  model_start(&m);
+  model_open(NULL, "root 4");
   fsdp_segment_options segments[MODEL_MAX_SEGMENTS];
   fsdp_unit_options options = model_unit_options(&m, 0, segments);
   options.reshards_as_root = true;

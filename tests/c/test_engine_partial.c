@@ -18,11 +18,9 @@ static int64_t count_lines(const char *word) {
 /* Rank 1 of two, four replicas: the first micro-batch, a second, the last. */
 TEST(test_window) {
   model_options options = {.rank = 1, .num_replicas = 4};
-  model_init(&m, &options);
-  model_plan_simple(&m, "u", 4);
+  model_open(&options, "u 4");
   recorder_show_memory(m.device, true);
   recorder_name_memory(m.device, m.units[0].grad_shards[0], 16, "grad");
-  model_start(&m);
   PLAY("sync shard; forward; clear; backward");
   CHECK_TAPE(
       "take_grads u; wait compute e6; show u unsharded; show u sharded; "

@@ -10,9 +10,7 @@ static void set_full(int64_t unit, bool is_full) {
 }
 
 static void set_all_full(void) {
-  for (int64_t i = 0; i < m.num_units; i++) {
-    fsdp_unit_get_settings(m.units[i].unit)->wants_full = true;
-  }
+  for (int64_t i = 0; i < m.num_units; i++) set_full(i, true);
 }
 
 static model_options low_options(void) {
@@ -40,10 +38,9 @@ TEST(test_low_precision_gradients) {
   start_tree(&options, 1);
   for (int i = 0; i < 2; i++) {
     PLAY("clear; step; check_grads");
-    const char *tape = recorder_tape(m.device);
-    CHECK_LACKS(tape, "->f32");
-    CHECK(strstr(tape, i == 0 ? "accumulate reduce x0.5 8 bf16->bf16\n"
-                              : "accumulate reduce x0.5 8 bf16->bf16 add\n"));
+    CHECK_TAPE_LACKS("->f32");
+    CHECK_TAPE_HAS(i == 0 ? "accumulate reduce x0.5 8 bf16->bf16;"
+                          : "accumulate reduce x0.5 8 bf16->bf16 add;");
   }
   CHECK_I64(model_stats(&m).shard_nbytes, (8 + 16) * 4);
   CHECK_I64(model_stats(&m).grad_shard_nbytes, (8 + 16) * 2);
@@ -79,11 +76,9 @@ TEST(test_every_call_with_low_gradients_can_fail) {
 /* Gathers the shard as it is, into a block of another size; and back. */
 TEST(test_switch) {
   const model_options options = low_options();
-  model_init(&m, &options);
-  model_plan_simple(&m, "u", 8);
+  model_open(&options, "u 8");
   recorder_show_memory(m.device, true);
   recorder_name_memory(m.device, m.units[0].shards[0], 32, "shard");
-  model_start(&m);
   CHECK(!fsdp_unit_get_settings(m.units[0].unit)->wants_full);
   set_full(0, true);
   CHECK(fsdp_unit_get_settings(m.units[0].unit)->wants_full);
@@ -182,11 +177,8 @@ TEST(test_units_without_a_cast) {
     PLAY("end");
   }
   /* A cast of nothing is shown, but no parameters are gathered. */
-  const fsdp_param_spec empty = {0, 0, RECORDER_F32, true};
   const model_options options = low_options();
-  model_init(&m, &options);
-  model_plan(&m, "u", &empty, 1);
-  model_start(&m);
+  model_open(&options, "u (0)");
   set_full(0, true);
   PLAY("step");
   CHECK_SCHEDULE(
@@ -217,14 +209,12 @@ TEST(test_steps) {
 /* The new engine's arena does not know the unit yet. */
 TEST(test_move) {
   const model_options options = low_options();
-  fsdp_engine *other = NULL;
   start_tree(&options, 0);
   set_full(0, true);
   PLAY("forward");
-  CHECK_OK(fsdp_engine_create(&m.ops, &m.views, &other, NULL));
-  CHECK_OK(fsdp_engine_add_unit(other, m.units[0].unit, NULL));
-  fsdp_engine_destroy(m.engine);
-  m.engine = other;
+  fsdp_engine *const before = m.engine;
+  model_join_new_engine(&m);
+  fsdp_engine_destroy(before);
   PLAY("step; check_grads");
   /* A reset gives back either block. */
   PLAY("forward");
@@ -236,9 +226,7 @@ static fsdp_status switch_and_train(fsdp_error *error) {
   fsdp_status status = FSDP_OK;
   set_all_full();
   FSDP_TRY(model_forward(&m, false, error));
-  for (int64_t i = 0; i < m.num_units; i++) {
-    fsdp_unit_get_settings(m.units[i].unit)->wants_full = false;
-  }
+  for (int64_t i = 0; i < m.num_units; i++) set_full(i, false);
   FSDP_TRY(failures_train(error));
 done:
   return status;

@@ -9,8 +9,6 @@
 #include "engine_fixture.h"
 #include "runtime/engine_priv.h"
 
-enum { NUMEL = 4096 };
-
 static fsdp_transport_ops able;
 static char notes[2048];
 static bool can;
@@ -102,18 +100,14 @@ static void begin(const model_options *options) {
 /* A root and units a and tiny. */
 static void start(const model_options *options) {
   begin(options);
-  model_plan_simple(&m, "root", NUMEL);
-  model_plan_simple(&m, "a", NUMEL);
-  model_plan_simple(&m, "tiny", 4);
+  model_plan_units("root 4096; a 4096; tiny 4");
   model_start(&m);
 }
 
 /* A unit with two parameters, and room between them and after them. */
 static void start_pair(const model_options *options) {
-  const fsdp_param_spec specs[] = {{0, NUMEL, RECORDER_F32, true},
-                                   {0, NUMEL + 1, RECORDER_F32, true}};
   begin(options);
-  model_plan(&m, "u", specs, 2);
+  model_plan_units("u (4096,4097)");
   model_start(&m);
 }
 
@@ -226,12 +220,8 @@ static void give_narrow_ones(int64_t index, int64_t param) {
 
 /* It is packed, though the unit had left its gradients and waits for `x`. */
 TEST(test_another_dtype_while_waiting) {
-  const fsdp_param_spec specs[] = {{0, NUMEL, RECORDER_F32, true},
-                                   {0, NUMEL, RECORDER_F32, true}};
   begin(NULL);
-  model_plan_simple(&m, "root", NUMEL);
-  model_plan(&m, "u", specs, 2);
-  model_plan_simple(&m, "x", NUMEL);
+  model_plan_units("root 4096; u (4096,4096); x 4096");
   model_start(&m);
   PLAY("step; zero_grad; forward; pre_backward root; pre_backward u");
   notes[0] = '\0';

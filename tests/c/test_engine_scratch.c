@@ -177,14 +177,12 @@ TEST(test_nobody_needs_it) {
  * clients grows with one of the numbers of units. */
 TEST(test_unfreezing_fails) {
   static const char *const names[] = {"root", "a", "b", "c", "d", "e", "f"};
-  const fsdp_param_spec frozen = {0, 128, RECORDER_F32, false};
   const model_options options = scratch_options(0);
   int64_t num_refused = 0;
   for (int64_t num_units = 1; num_units < 6; num_units++) {
     model_init(&m, &options);
     for (int64_t i = 0; i < num_units; i++) model_plan_simple(&m, names[i], 4);
-    model_plan(&m, "frozen", &frozen, 1);
-    model_plan(&m, "frozen too", &frozen, 1);
+    model_plan_units("frozen (128) frozen; too (128) frozen");
     model_start(&m);
     fsdp_unit *unit = m.units[num_units].unit;
     for (int i = 0; i < 3; i++) {

@@ -69,12 +69,10 @@ TEST(test_casts) {
                            .reduce_dtype = RECORDER_F32,
                            .prescale = 0.5,
                            .wants_scratch = true};
-  model_init(&m, &options);
-  model_plan_simple(&m, "u", 8);
+  model_open(&options, "u 8");
   recorder_show_memory(m.device, true);
   recorder_name_memory(m.device, m.units[0].shards[0], 32, "shard");
   recorder_name_memory(m.device, m.units[0].grad_shards[0], 32, "grad");
-  model_start(&m);
   PLAY("step");
   CHECK_TAPE(
       "record e1 compute; wait unshard e1; take_params u sharded; event e7; "

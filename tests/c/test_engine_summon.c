@@ -11,15 +11,13 @@ enum { NUMEL = 8 };
 
 /* One unit after a step: it has a sharded gradient. */
 static void start(const model_options *options) {
-  model_init(&m, options);
-  model_plan_simple(&m, "u", NUMEL);
+  model_open(options, "u 8"); /* NUMEL */
   recorder_show_memory(m.device, true);
   if (!options->offloads) {
     recorder_name_memory(m.device, m.units[0].shards[0], 4 * NUMEL, "shard");
     recorder_name_memory(m.device, m.units[0].grad_shards[0], 4 * NUMEL,
                          "grad");
   }
-  model_start(&m);
   PLAY("step; clear");
 }
 

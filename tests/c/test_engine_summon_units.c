@@ -48,16 +48,13 @@ TEST(test_mixed_segments) {
 
 /* Nothing to show, anywhere. */
 TEST(test_units_without_elements) {
-  const fsdp_param_spec empty = {0, 0, RECORDER_F32, true};
   for (int bits = 0; bits < MODEL_NUM_SUMMONS; bits++) {
     for (int64_t num_params = 0; num_params < 2; num_params++) {
       model_options options = {.rank = 0};
       const fsdp_summon_options how = model_summon_options(bits);
       options.num_replicas = 2;
       options.offloads = num_params == 1;
-      model_init(&m, &options);
-      model_plan(&m, "u", &empty, num_params);
-      model_start(&m);
+      model_open(&options, num_params == 1 ? "u (0)" : "u ()");
       CHECK_OK(fsdp_unit_summon(m.units[0].unit, &how, NULL));
       PLAY("dismiss u");
       CHECK_TAPE_LACKS("alloc");

@@ -12,19 +12,10 @@ static void init(const model_options *options) {
   m.options.finds_unused = true;
 }
 
-/* fp32 parameters of 4, 8 and 8 elements. */
-static void plan(const char *name, int64_t num_params) {
-  const fsdp_param_spec specs[] = {{0, 4, RECORDER_F32, true},
-                                   {0, 8, RECORDER_F32, true},
-                                   {0, 8, RECORDER_F32, true}};
-  model_plan(&m, name, specs, num_params);
-}
-
-/* A root with the first two. */
 static void start_with(const model_options *options, bool is_host) {
   init(options);
   m.ops.is_host = is_host;
-  plan("u", 2);
+  model_plan_units("u (4,8)");
   model_start(&m);
 }
 
@@ -78,7 +69,7 @@ static fsdp_status copy_from_others(void *context, fsdp_lane lane, void *host,
 TEST(test_what_another_rank_uses_is_used) {
   init(NULL);
   m.ops.copy_to_host = copy_from_others;
-  plan("u", 3);
+  model_plan_units("u (4,8,8)");
   model_start(&m);
   PLAY("forward; pre_backward u; expect u 1; grad u 0; finish; check_grads");
   CHECK(!is_unused(0) && !is_unused(1) && is_unused(2));
@@ -99,7 +90,7 @@ static fsdp_status copy_zeros(void *context, fsdp_lane lane, void *host,
 TEST(test_what_this_rank_uses_is_used) {
   init(NULL);
   m.ops.copy_to_host = copy_zeros;
-  plan("u", 2);
+  model_plan_units("u (4,8)");
   model_start(&m);
   PLAY("forward; pre_backward u; expect u 1; grad u 0; finish; check_grads");
   CHECK(!is_unused(0) && is_unused(1));
@@ -151,14 +142,13 @@ TEST(test_micro_batches) {
 /* However many units ask, the host waits once. */
 TEST(test_one_wait_for_all) {
   init(NULL);
-  plan("u", 2);
-  plan("v", 2);
+  model_plan_units("u (4,8); v (4,8)");
   model_start(&m);
   PLAY("forward; pre_backward v; expect v 1; grad v 0");
   PLAY("pre_backward u; expect u 1; grad u 1; clear; finish; check_grads");
   const char *wait = strstr(recorder_tape(m.device), "synchronize");
   CHECK(wait != NULL && strstr(wait + 1, "synchronize") == NULL);
-  CHECK(fsdp_unit_is_unused(m.units[0].unit, 0));
+  CHECK(is_unused(0));
   CHECK(fsdp_unit_is_unused(m.units[1].unit, 1));
   PLAY("end");
 }
@@ -217,9 +207,7 @@ TEST(test_frozen) {
 /* A unit whose parameters were all frozen when it was made. */
 TEST(test_thawed) {
   init(NULL);
-  const fsdp_param_spec specs[] = {{0, 4, RECORDER_F32, false},
-                                   {0, 8, RECORDER_F32, false}};
-  model_plan(&m, "u", specs, 2);
+  model_plan_units("u (4,8) frozen");
   model_start(&m);
   PLAY("step; no_grads u; zero_grad");
   CHECK_OK(fsdp_unit_set_trainable(m.units[0].unit, 0, true, NULL));
