@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from helpers.distributed import TEST_DEVICE, distributed
-from helpers.models import DIM, MLP, Block
+from helpers.models import DIM, MLP, Block, Chain
 from helpers.rows import APIS, shard_by
 
 
@@ -72,11 +72,7 @@ class _Casts(TorchDispatchMode):
         return sum(each.nbytes for each in found)
 
 
-class _Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block() for _ in range(6)])
-
+class _Checkpointed(Chain):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False)
@@ -88,7 +84,9 @@ class _Checkpointed(nn.Module):
 @distributed(world_size=2)
 def test_casts_go_with_their_unit(api: str, trains: bool) -> None:
     """Or the whole model is there in bf16, evaluated or with checkpointing."""
-    model = shard_by(api, _Checkpointed().to(TEST_DEVICE), {Block})
+    model = shard_by(
+        api, _Checkpointed(Block() for _ in range(6)).to(TEST_DEVICE), {Block}
+    )
     batch = torch.randn(3, DIM, device=TEST_DEVICE)
     one_block = sum(p.numel() * 2 for p in Block().parameters())
     with _Casts() as casts, _autocast(), torch.set_grad_enabled(trains):

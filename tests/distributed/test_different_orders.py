@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers.distributed import STRATEGIES, distributed
-from helpers.models import BATCH, DIM, Block
+from helpers.models import BATCH, DIM, MLP, Block
 from helpers.orders import debugging
 from helpers.reference import Differential, Inputs
 from helpers.rows import APIS, Rows, in_either_api
@@ -34,14 +34,11 @@ STEPS = [
 ]
 
 
-class Paths(nn.Module):
+class Paths(MLP):
     """Runs the blocks that an input names, in its order."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.inp = nn.Linear(DIM, DIM)
-        self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
-        self.out = nn.Linear(DIM, 3)
+        super().__init__(NUM_BLOCKS)
 
     def forward(self, x: Tensor, path: Tensor) -> Tensor:
         x = self.inp(x)

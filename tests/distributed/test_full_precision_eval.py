@@ -12,32 +12,22 @@ from torch import Tensor, nn
 from helpers.distributed import STRATEGIES, distributed
 from helpers.groups import hybrid_groups
 from helpers.impl import FSDP, MixedPrecision, assert_idle, fsdp
-from helpers.models import BATCH, DIM, Block
+from helpers.models import BATCH, DIM, MLP, Block, vectors
 from helpers.reference import Differential, assert_same, full_state_dict
 from helpers.seeds import seeded
 
 
-class Net(nn.Module):
-    """Blocks and a buffer; notes the dtype of what comes in."""
+class Net(MLP):
+    """With a buffer; notes the dtype of what comes in."""
 
-    def __init__(self, num_blocks: int = 3) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.inp = nn.Linear(DIM, DIM)
-        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
-        self.out = nn.Linear(DIM, 3)
         self.register_buffer("scale", torch.linspace(0.7, 1.3, DIM))
         self.seen: set[torch.dtype] = set()
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen |= {x.dtype, self.scale.dtype}
-        x = torch.tanh(self.inp(x)) * self.scale
-        for block in self.blocks:
-            x = block(x)
-        return self.out(x)
-
-
-def _inputs(generator: torch.Generator) -> tuple[Tensor, ...]:
-    return (torch.randn(BATCH, DIM, generator=generator),)
+        return super().forward(x * self.scale)
 
 
 @contextlib.contextmanager
@@ -76,7 +66,7 @@ def _make(
             )
 
     differential = Differential(
-        Net, wrap, _inputs, use_orig_params=use_orig_params, param_dtype=torch.bfloat16
+        Net, wrap, vectors, use_orig_params=use_orig_params, param_dtype=torch.bfloat16
     )
     differential.reference.get_buffer("scale").data = differential.reference.get_buffer(
         "scale"
@@ -108,7 +98,7 @@ def _compare_eval(differential: Differential) -> None:
     with torch.no_grad():
         for index in range(3):
             generator = seeded(10 * index + differential.rank)
-            (x,) = _inputs(generator)
+            (x,) = vectors(generator)
             output = model(x)
             assert output.dtype == torch.float32
             assert_same("output", output, expected(x), 1e-6)

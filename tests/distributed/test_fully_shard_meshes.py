@@ -40,7 +40,7 @@ from fsdp_c._engines.models import units_in
 from fsdp_c._fully_shard import arguments
 from helpers.distributed import distributed
 from helpers.groups import device_under_test, groups_destroyed, groups_kept, kept_mesh
-from helpers.models import Inputs
+from helpers.models import Inputs, vectors
 from helpers.rows import Rows, shard_units
 from helpers.seeds import seeded
 from helpers.shared_folder import shared_folder
@@ -69,10 +69,6 @@ def make_mesh(**sizes: int) -> tuple[DeviceMesh, Callable[[str], str]]:
         device_under_test(), tuple(sizes.values()), mesh_dim_names=tuple(names.values())
     )
     return mesh, names.__getitem__
-
-
-def vectors(generator: torch.Generator) -> Inputs:
-    return (torch.randn(4, 6, generator=generator),)
 
 
 # dp_mesh_dims ----------------------------------------------------------------

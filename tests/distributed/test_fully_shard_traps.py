@@ -22,14 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_c import FSDPModule, fully_shard
 from helpers.distributed import distributed
 from helpers.groups import groups_destroyed, kept_mesh
-from helpers.models import Inputs
+from helpers.models import DIM, vectors
 from helpers.rows import Rows
-
-DIM = 6
-
-
-def vectors(generator: torch.Generator) -> Inputs:
-    return (torch.randn(4, DIM, generator=generator),)
 
 
 class Layers(nn.Module):

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_c import reset
 from helpers.distributed import STRATEGIES, distributed
-from helpers.models import BATCH, DIM, Inputs
+from helpers.models import BATCH, DIM, Inputs, vectors
 from helpers.reference import Differential
 from helpers.rows import APIS, as_double, in_either_api
 
@@ -36,7 +36,7 @@ class _Net(nn.Sequential):
 
 
 def _inputs(generator: torch.Generator) -> Inputs:
-    return as_double((torch.randn(BATCH, DIM, generator=generator),))
+    return as_double(vectors(generator))
 
 
 def _locals(params: list[nn.Parameter]) -> list[Tensor]:

@@ -95,22 +95,14 @@ def test_nested_unit_is_used_before_the_root(
     differential.run("znsk")
 
 
-class _TiedAcross(nn.Module):
-    """A parameter that two units and the root share."""
+class _TiedAcross(MLP):
+    """Two parameters that units and the root share."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.blocks[2].fc1.weight = self.blocks[0].fc1.weight
-        self.inp = nn.Linear(DIM, DIM)
         self.out = nn.Linear(DIM, DIM, bias=False)
         self.out.weight = self.inp.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inp(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.out(x)
 
 
 @pytest.mark.trap(24)

@@ -226,19 +226,13 @@ class Frozen(nn.Module):
         return self.out(self.frozen(self.mixed(self.inp(x))))
 
 
-class FrozenUnits(nn.Module):
+class FrozenUnits(Chain):
     """Whole units are frozen, the first one that runs among them."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        super().__init__(Block() for _ in range(4))
         self.blocks[0].requires_grad_(False)
         self.blocks[2].requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 class ScalarBlock(Block):
