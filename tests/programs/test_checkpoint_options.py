@@ -189,8 +189,7 @@ def test_flat_states_that_are_missing() -> None:
     assert len(lost) == 3
     for key in lost:
         del state[key]
-    model = wrap("fsdp_c", "mlp", seed=1, use_orig_params=True)
-    optim = optimizer(model)
+    model, optim = fresh("fsdp_c", "mlp", use_orig_params=True)
     with pytest.raises(RuntimeError, match=f"Missing optimizer state .*'{name}'"):
         set_optimizer_state_dict(model, optim, dict(state), options=strict)
     set_optimizer_state_dict(model, optim, dict(state), options=loose)
