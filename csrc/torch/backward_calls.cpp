@@ -119,7 +119,7 @@ extern "C" fsdp_status fsdp_torch_expect_writes(fsdp_error *error) {
     for (const auto &engine : fsdp_torch::engines_that_live()) {
       auto lock = fsdp_torch::lock_of(*engine);
       if (!lock.owns_lock() || engine->is_aborted ||
-          !fsdp_engine_keeps_between_forwards(engine->core)) {
+          !fsdp_engine_keeps_params(engine->core)) {
         continue;
       }
       const fsdp_torch::EngineCall call(*engine, std::move(lock));

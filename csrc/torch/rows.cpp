@@ -591,7 +591,7 @@ int fsdp_torch_unit_show_kept(fsdp_torch_unit *unit, bool shows) noexcept {
   HANDLE_TH_ERRORS
   if (!shows && fsdp_torch_unit_hide_kept(unit) < 0) return -1;
   if (!shows && !fsdp_engine_shows_kept(engine->core) &&
-      !fsdp_engine_keeps_between_forwards(engine->core)) {
+      !fsdp_engine_keeps_params(engine->core)) {
     return 0;
   }
   FSDP_LOCAL_ERROR(error);

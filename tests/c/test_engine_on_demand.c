@@ -56,6 +56,16 @@ TEST(test_request_before_a_write) {
   PLAY("reset; check_sharded; end");
 }
 
+/* Also one that versions do not count. */
+TEST(test_request_before_somebody_writes) {
+  model_start_tree(&m, NULL, 1);
+  CHECK_OK(fsdp_unit_unshard(m.units[1].unit, NULL));
+  CHECK(fsdp_unit_is_requested(m.units[1].unit));
+  PLAY("expect_writes");
+  CHECK(!fsdp_unit_is_requested(m.units[1].unit));
+  PLAY("forward; num_all_gathers 3; backward; check_grads; check_idle; end");
+}
+
 /* Inside another unit's forward, as a unit whose parameters that one uses. */
 TEST(test_request_inside_forward) {
   model_start_tree(&m, NULL, 1);

@@ -271,6 +271,19 @@ def test_steps_between_forwards() -> None:
 
 
 @distributed(world_size=2)
+def test_steps_after_requests() -> None:
+    """What unshard() gathered before a step is from before it."""
+    both = _make(strategy="FULL_SHARD", optimizer=_fused)
+    both.forward_backward()
+    for module in (both.model, *both.model.blocks):
+        module.unshard()
+    both.step()
+    both.evaluate()
+    both.forward_backward()
+    both.checked_step()
+
+
+@distributed(world_size=2)
 def test_training_after_uncounted_writes() -> None:
     """As of averaged weights that are put back by ``param.data.copy_()``."""
     both = _make()

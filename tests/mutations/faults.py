@@ -202,13 +202,13 @@ FAULTS = (
     core_fault(
         "parameters kept before a write are used after it",
         "drop_stale_params",
-        ("!params_changed(", "MUTANT | OLD"),
+        ("!fsdp_unit_priv_is_stale(", "MUTANT | OLD"),
         "test_traps_gradients.py",
     ),
     core_fault(
         "parameters kept between forwards are used after a write",
         "any_is_stale",
-        never("unit->may_be_stale || params_changed(unit)"),
+        never("is_kept_between(unit) && fsdp_unit_priv_is_stale(unit)"),
         "test_kept_between_forwards.py",
     ),
     core_fault(

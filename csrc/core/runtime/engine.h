@@ -361,11 +361,10 @@ FSDP_NODISCARD fsdp_status fsdp_unit_pre_forward(fsdp_unit *unit,
 /* Whether the forwards that begin from now on record a graph, as at first; see
  * keeps_for_inference. Equal on all ranks. Cannot fail. */
 void fsdp_engine_set_records_graph(fsdp_engine *engine, bool records_graph);
-/* Whether some unit holds parameters that a later forward may use. */
-bool fsdp_engine_keeps_between_forwards(const fsdp_engine *engine);
-/* Somebody is about to write the shards: gives them back, or if a backward
- * needs them, lets the next forward do so. Nothing happens inside forward or
- * backward. */
+/* Whether some unit keeps whole parameters. */
+bool fsdp_engine_keeps_params(const fsdp_engine *engine);
+/* Somebody is about to write the shards: no later forward uses what is kept.
+ * Nothing happens inside forward or backward. */
 FSDP_NODISCARD fsdp_status fsdp_engine_expect_writes(fsdp_engine *engine,
                                                      fsdp_error *error);
 

@@ -36,16 +36,10 @@ static bool is_kept_between(const fsdp_unit *unit) {
           unit->state == FSDP_UNIT_UNSHARDED);
 }
 
-static bool params_changed(const fsdp_unit *unit) {
-  const fsdp_view_ops *views = &unit->engine->views;
-  return views->params_changed(views->context, unit->options.owner);
-}
-
 static bool any_is_stale(const fsdp_engine *engine) {
   for (size_t i = 0; i < engine->num_units; i++) {
     const fsdp_unit *unit = engine->units[i];
-    if (!is_kept_between(unit)) continue;
-    if (unit->may_be_stale || params_changed(unit)) return true;
+    if (is_kept_between(unit) && fsdp_unit_priv_is_stale(unit)) return true;
   }
   return false;
 }
@@ -62,7 +56,8 @@ static fsdp_status drop_stale_params(fsdp_engine *engine, fsdp_error *error) {
       const bool is_in_doubt =
           engine->records_graph && is_kept_for_inference(unit);
       if (!are_stale && !is_in_doubt) continue;
-    } else if (unit->state == FSDP_UNIT_KEPT && !params_changed(unit)) {
+    } else if (unit->state == FSDP_UNIT_KEPT &&
+               !fsdp_unit_priv_is_stale(unit)) {
       continue; /* for this micro-batch */
     }
     if (fsdp_unit_priv_is_pinned(unit)) continue;
@@ -76,9 +71,16 @@ void fsdp_engine_set_records_graph(fsdp_engine *engine, bool records_graph) {
   engine->records_graph = records_graph;
 }
 
-bool fsdp_engine_keeps_between_forwards(const fsdp_engine *engine) {
+/* Whether it has, or gathers, whole parameters between steps. */
+static bool keeps_params(const fsdp_unit *unit) {
+  return fsdp_unit_state_is_hidden(unit->state) ||
+         fsdp_unit_state_is_in_flight(unit->state) ||
+         unit->state == FSDP_UNIT_UNSHARDED;
+}
+
+bool fsdp_engine_keeps_params(const fsdp_engine *engine) {
   for (size_t i = 0; i < engine->num_units; i++) {
-    if (is_kept_between(engine->units[i])) return true;
+    if (keeps_params(engine->units[i])) return true;
   }
   return false;
 }
@@ -88,9 +90,11 @@ fsdp_status fsdp_engine_expect_writes(fsdp_engine *engine, fsdp_error *error) {
   if (engine->depth > 0 || engine->in_backward) return FSDP_OK;
   for (size_t i = 0; i < engine->num_units; i++) {
     fsdp_unit *unit = engine->units[i];
-    unit->may_be_stale = is_kept_between(unit);
-    if (!is_kept_for_inference(unit)) continue; /* else a backward needs it */
-    FSDP_TRY(fsdp_unit_priv_reshard(unit, error));
+    unit->may_be_stale = keeps_params(unit);
+    /* Nobody waits for these. */
+    if (is_kept_for_inference(unit)) {
+      FSDP_TRY(fsdp_unit_priv_reshard(unit, error));
+    }
   }
 done:
   return status;

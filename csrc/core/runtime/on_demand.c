@@ -14,10 +14,15 @@ static fsdp_status check_on_demand(const fsdp_unit *unit, fsdp_error *error) {
   return fsdp_unit_priv_check(unit, error);
 }
 
-bool fsdp_unit_priv_is_pinned(fsdp_unit *unit) {
+bool fsdp_unit_priv_is_stale(const fsdp_unit *unit) {
   const fsdp_view_ops *views = &unit->engine->views;
+  return unit->may_be_stale ||
+         views->params_changed(views->context, unit->options.owner);
+}
+
+bool fsdp_unit_priv_is_pinned(fsdp_unit *unit) {
   unit->is_pinned = unit->is_pinned && unit->state != FSDP_UNIT_SHARDED &&
-                    !views->params_changed(views->context, unit->options.owner);
+                    !fsdp_unit_priv_is_stale(unit);
   return unit->is_pinned;
 }
 
