@@ -301,8 +301,7 @@ FSDP_NODISCARD fsdp_status fsdp_unit_priv_prefetch_listed(fsdp_unit *unit,
 void fsdp_engine_priv_forget_prefetches(fsdp_engine *engine, fsdp_unit *unit);
 
 /* on_demand.c */
-/* Whether what the unit keeps is from before a write to the shards, or may be.
- */
+/* Whether what the unit keeps may be older than its shard. */
 bool fsdp_unit_priv_is_stale(const fsdp_unit *unit);
 /* Whether the unit keeps the block that the user asked for; not if the user
  * changed the parameters since. */
