@@ -118,7 +118,10 @@ def test_calls_of_a_unit(api: str, offloads: bool) -> None:
             # something to add to. Of 2 ranks an offloaded shard comes in halves.
             num_launches = 3 + step % 2 + 2 * offloads
             assert found[-1][0] == num_launches * num_units, (num_linears, step, found)
-    assert found[2:5] == found[7:10], found
+    for few, many in zip(found[2:5], found[7:10], strict=True):
+        assert few[:2] == many[:2], found
+        # Nobody waits for a collective that is done.
+        assert abs(few[2] - many[2]) <= num_units, found
 
 
 @distributed(world_size=2, device="cuda")
