@@ -58,7 +58,7 @@ def _watch_backwards() -> None:
 
 
 def _before_step(*_: Any) -> None:
-    """Show the shards, of whose shapes an optimizer's state is; it writes them."""
+    """Show an optimizer the shards: its state has their shapes, and it writes them."""
     _native.expect_writes()
     for root in tuple(_keeping):
         root._sharded.unit.show_kept(False)

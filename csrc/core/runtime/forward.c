@@ -14,8 +14,8 @@
  *   - if a forward that records a graph finds what one without gradients kept:
  *     weights that were put in place for an evaluation may have been taken back
  *     by writes that torch does not count, such as those into `param.data`.
- * Else such writes between two forwards are not seen. So nothing is kept for
- * inference unless the user said so.
+ * Otherwise such writes between two forwards are not seen. So nothing is kept
+ * for inference unless the user said so.
  */
 
 static bool is_kept_for_inference(const fsdp_unit *unit) {
