@@ -601,9 +601,6 @@ int fsdp_torch_unit_show_kept(fsdp_torch_unit *unit, bool shows) noexcept {
     const fsdp_torch::EngineCall call(*engine);
     engine->recover();
     status = fsdp_engine_show_kept(engine->core, shows, &error);
-    if (status == FSDP_OK && !shows) {
-      status = fsdp_engine_expect_writes(engine->core, &error);
-    }
   }
   if (status != FSDP_OK) fsdp_torch::throw_error(error);
   return shows ? fsdp_torch::show_kept_parallel(*engine) : 0;

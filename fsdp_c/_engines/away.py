@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from fsdp_c import _native
 from fsdp_c._units.base import ShardedModule
 
 # By segment.
@@ -47,6 +48,7 @@ def move_shard(
             "summon_full_params(), nor if its parameters are DTensors"
         )
     sharded.unit.show_kept(False)
+    _native.expect_writes()
     home, now = sharded.unit.shards[segment], shard_of(module, segment)
     moved = now.to(*args, **kwargs)
     if moved.dtype != home.dtype:

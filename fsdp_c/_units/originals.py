@@ -256,6 +256,7 @@ class Originals:
                 )
                 raise self._not_taken(use.fqn)
         self._unit.show_kept(False)
+        _native.expect_writes()
         for use in {use.slot: use for use in reversed(self.uses)}.values():
             now = new[use.slot]
             if now is not use.param:

@@ -5,6 +5,7 @@ fully_shard with reshard_after_forward=False, an evaluation or a model that gene
 What is written in between counts.
 """
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 
+from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import memory_stats
 from fsdp_c.checkpoint import load, save
 from helpers.distributed import distributed, varied
@@ -235,6 +238,32 @@ def test_ranks_that_write_different_units() -> None:
         for param in both.model.blocks[both.rank].parameters():
             param.to_local().mul_(1)
     assert _num_gathers(both, both.evaluate) == NUM_UNITS
+
+
+def _copy(both: Differential) -> None:
+    copy.deepcopy(both.model)
+
+
+def _state_dict(both: Differential) -> None:
+    with FSDP.state_dict_type(both.model, StateDictType.LOCAL_STATE_DICT):
+        both.model.state_dict()
+
+
+@varied(api=APIS[:2], read=[_copy, _state_dict])
+@distributed(world_size=2)
+def test_one_rank_reads(api: str, read: Callable[[Differential], None]) -> None:
+    """Between two forwards of one backward: it gathers what the others do."""
+    both = _make(api)
+
+    def read_on_first_rank() -> None:
+        if both.rank == 0:
+            read(both)
+
+    both.zero_grad()
+    both.forward()
+    read_on_first_rank()
+    both.forward_backward(2, inside=read_on_first_rank)
+    both.checked_step()
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp.api import StateDictType
 from torch.overrides import is_tensor_like
 
+from fsdp_c import _native
 from fsdp_c._engines.summon import summoned
 from fsdp_c._state.exchange import ExchangeItem, exchange
 from fsdp_c._state.forms import load_item
@@ -119,6 +120,7 @@ def _begin_tree(module: ShardedModule, state_dict: dict[str, Any], prefix: str) 
             problems += _find_problems(each, kinds[each], state_dict, prefixes[each])
     communicates = not is_plain or StateDictType.SHARDED_STATE_DICT in kinds.values()
     _raise_problems(module, problems, communicates=communicates)
+    _native.expect_writes()
     for each in reversed(modules):
         load = Load(tuple(modules), is_plain, frozenset(left))
         each.begin_state_dict_load(load)
