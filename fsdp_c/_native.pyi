@@ -5,6 +5,7 @@ from typing import Any, TypeAlias, final, type_check_only
 
 import torch
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 PREFETCH_NONE: int
 PREFETCH_PRE: int
@@ -448,6 +449,16 @@ def copy_tensors(copies: Copies, /) -> None:
 
 def expect_writes() -> None:
     """Let all engines gather anew in their next forward: parameters will be written."""
+
+def lend_shards(
+    groups: list[dict[str, Any]],
+    states: dict[torch.Tensor, Any],
+    params: dict[torch.Tensor, DTensor],
+    lent_states: dict[torch.Tensor, Any],
+    make_state: Callable[[DTensor, dict[str, Any]], dict[str, Any]],
+    /,
+) -> list[dict[str, Any]] | None:
+    """What to step instead of DTensors; None: they cannot be lent."""
 
 def watched_engine(engine: Any, /) -> Any:
     """Autograd's engine, whose calls all engines of units are told of."""

@@ -180,12 +180,23 @@ static PyObject *expect_writes(PyObject *Py_UNUSED(module),
 }
 
 PyDoc_STRVAR(
+    lend_shards_doc,
+    "lend_shards($module, groups, states, params, lent_states, make_state, /)\n"
+    "--\n\n"
+    "What an optimizer of DTensors steps in their place: groups of the shards\n"
+    "that have gradients. None: an own class of tensors, or of another\n"
+    "placement, is among them.\n\n"
+    "Fills params, the parameters by shard, and lent_states, the states by\n"
+    "shard: what make_state(param, state) returns.");
+
+PyDoc_STRVAR(
     watched_engine_doc,
     "watched_engine($module, engine, /)\n--\n\n"
     "Autograd's engine, whose calls all engines of units are told of.");
 
 static PyMethodDef module_methods[] = {
     {"watched_engine", fsdp_module_watched_engine, METH_O, watched_engine_doc},
+    {"lend_shards", fsdp_module_lend_shards, METH_VARARGS, lend_shards_doc},
     {"expect_writes", expect_writes, METH_NOARGS, expect_writes_doc},
     {"describe_failure", describe_failure, METH_VARARGS, describe_failure_doc},
     {"build_info", build_info, METH_NOARGS, build_info_doc},
@@ -294,22 +305,38 @@ static int module_exec(PyObject *module) {
 
   if (add_constants(module) < 0) return -1;
   if (add_timeline_constants(module) < 0) return -1;
-  state->packed_sequence = import_name("torch.nn.utils.rnn", "PackedSequence");
-  if (state->packed_sequence == NULL) return -1;
-  state->mapping = import_name("collections.abc", "Mapping");
-  if (state->mapping == NULL) return -1;
-  state->mutable_mapping = import_name("collections.abc", "MutableMapping");
-  if (state->mutable_mapping == NULL) return -1;
-  state->nn_module = import_name("torch.nn", "Module");
-  if (state->nn_module == NULL) return -1;
-  state->copy = import_name("copy", "copy");
-  if (state->copy == NULL) return -1;
-  state->make = PyUnicode_InternFromString("_make");
-  if (state->make == NULL) return -1;
-  state->dataclass_fields = PyUnicode_InternFromString("__dataclass_fields__");
-  if (state->dataclass_fields == NULL) return -1;
-  state->local_tensor = PyUnicode_InternFromString("_local_tensor");
-  if (state->local_tensor == NULL) return -1;
+  const struct {
+    PyObject **value;
+    const char *module_name;
+    const char *name;
+  } imports[] = {
+      {&state->packed_sequence, "torch.nn.utils.rnn", "PackedSequence"},
+      {&state->mapping, "collections.abc", "Mapping"},
+      {&state->mutable_mapping, "collections.abc", "MutableMapping"},
+      {&state->nn_module, "torch.nn", "Module"},
+      {&state->tensor, "torch", "Tensor"},
+      {&state->dtensor, "torch.distributed.tensor", "DTensor"},
+      {&state->copy, "copy", "copy"},
+  };
+  for (size_t i = 0; i < sizeof imports / sizeof imports[0]; i++) {
+    *imports[i].value = import_name(imports[i].module_name, imports[i].name);
+    if (*imports[i].value == NULL) return -1;
+  }
+  const struct {
+    PyObject **value;
+    const char *text;
+  } names[] = {
+      {&state->make, "_make"},
+      {&state->dataclass_fields, "__dataclass_fields__"},
+      {&state->local_tensor, "_local_tensor"},
+      {&state->spec, "_spec"},
+      {&state->grad, "grad"},
+      {&state->detach, "detach"},
+  };
+  for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
+    *names[i].value = PyUnicode_InternFromString(names[i].text);
+    if (*names[i].value == NULL) return -1;
+  }
 
   if (fsdp_listed_hooks_init(module, state) < 0) return -1;
   for (size_t i = 0; i < sizeof types / sizeof types[0]; i++) {
@@ -332,6 +359,8 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg) {
   Py_VISIT(state->mapping);
   Py_VISIT(state->mutable_mapping);
   Py_VISIT(state->nn_module);
+  Py_VISIT(state->tensor);
+  Py_VISIT(state->dtensor);
   Py_VISIT(state->copy);
   Py_VISIT(state->output_hooks);
   return 0;
@@ -348,10 +377,15 @@ static int module_clear(PyObject *module) {
   Py_CLEAR(state->mapping);
   Py_CLEAR(state->mutable_mapping);
   Py_CLEAR(state->nn_module);
+  Py_CLEAR(state->tensor);
+  Py_CLEAR(state->dtensor);
   Py_CLEAR(state->copy);
   Py_CLEAR(state->make);
   Py_CLEAR(state->dataclass_fields);
   Py_CLEAR(state->local_tensor);
+  Py_CLEAR(state->spec);
+  Py_CLEAR(state->grad);
+  Py_CLEAR(state->detach);
   Py_CLEAR(state->output_hooks);
   Py_CLEAR(state->pre_backward);
   Py_CLEAR(state->first_hook_id);

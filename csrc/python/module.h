@@ -34,10 +34,15 @@ typedef struct module_state {
   PyObject *mapping;          /* collections.abc.Mapping */
   PyObject *mutable_mapping;  /* collections.abc.MutableMapping */
   PyObject *nn_module;        /* torch.nn.Module */
+  PyObject *tensor;           /* torch.Tensor */
+  PyObject *dtensor;          /* torch.distributed.tensor.DTensor */
   PyObject *copy;             /* copy.copy */
   PyObject *make;             /* "_make" */
   PyObject *dataclass_fields; /* "__dataclass_fields__" */
   PyObject *local_tensor;     /* "_local_tensor", of a DTensor */
+  PyObject *spec;             /* "_spec", likewise */
+  PyObject *grad;             /* "grad" */
+  PyObject *detach;           /* "detach" */
   PyObject *output_hooks;     /* listed_hooks.c: the type of the dicts, */
   PyObject *pre_backward;     /* their first value */
   PyObject *first_hook_id;    /* and its key */
@@ -136,6 +141,10 @@ PyObject *fsdp_module_broadcast(PyObject *module, PyObject *args);
 /* pass_messages(group, label, outgoing, incoming, copies). */
 PyObject *fsdp_module_pass_messages(PyObject *module, PyObject *args,
                                     PyObject *kwargs);
+
+/* lent_shards.c: lend_shards(groups, states, params, lent_states,
+ * make_state). */
+PyObject *fsdp_module_lend_shards(PyObject *module, PyObject *args);
 
 /* watched_engine.c: watched_engine(engine). */
 PyObject *fsdp_module_watched_engine(PyObject *module, PyObject *engine);

@@ -37,6 +37,11 @@ typedef struct fsdp_torch_engine fsdp_torch_engine;
 
 /* Whether `object` is a torch.Tensor (or a subclass). Cannot fail. GIL. */
 bool fsdp_torch_is_tensor(struct _object *object);
+/* Of a torch.Tensor. Cannot fail. GIL. */
+int64_t fsdp_torch_num_dims(struct _object *tensor);
+/* Counts a write into a torch.Tensor, as an operator in place does: autograd
+ * then refuses what it has saved of it. Cannot fail. GIL. */
+void fsdp_torch_count_write(struct _object *tensor);
 
 /* dtype [out] what a torch.dtype is to the core. FSDP_INVALID_ARGUMENT:
  * `object` is none. GIL. */

@@ -53,6 +53,15 @@ bool fsdp_torch_is_tensor(PyObject *object) {
   return THPVariable_Check(object);
 }
 
+int64_t fsdp_torch_num_dims(PyObject *tensor) {
+  return THPVariable_Unpack(tensor).dim();
+}
+
+void fsdp_torch_count_write(PyObject *tensor) {
+  const at::Tensor &variable = THPVariable_Unpack(tensor);
+  if (!variable.is_inference()) variable.unsafeGetTensorImpl()->bump_version();
+}
+
 fsdp_status fsdp_torch_read_dtype(PyObject *object, fsdp_dtype *dtype,
                                   fsdp_error *error) {
   GUARDED(error) {
