@@ -38,10 +38,10 @@ typedef struct fsdp_torch_engine fsdp_torch_engine;
 /* Whether `object` is a torch.Tensor (or a subclass). Cannot fail. GIL. */
 bool fsdp_torch_is_tensor(struct _object *object);
 /* Of a torch.Tensor. Cannot fail. GIL. */
-int64_t fsdp_torch_num_dims(struct _object *tensor);
+int64_t fsdp_torch_num_dims(struct _object *tensor) FSDP_NOEXCEPT;
 /* Counts a write into a torch.Tensor, as an operator in place does: autograd
  * then refuses what it has saved of it. Cannot fail. GIL. */
-void fsdp_torch_count_write(struct _object *tensor);
+void fsdp_torch_count_write(struct _object *tensor) FSDP_NOEXCEPT;
 
 /* dtype [out] what a torch.dtype is to the core. FSDP_INVALID_ARGUMENT:
  * `object` is none. GIL. */

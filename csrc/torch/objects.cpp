@@ -53,11 +53,11 @@ bool fsdp_torch_is_tensor(PyObject *object) {
   return THPVariable_Check(object);
 }
 
-int64_t fsdp_torch_num_dims(PyObject *tensor) {
+int64_t fsdp_torch_num_dims(PyObject *tensor) noexcept {
   return THPVariable_Unpack(tensor).dim();
 }
 
-void fsdp_torch_count_write(PyObject *tensor) {
+void fsdp_torch_count_write(PyObject *tensor) noexcept {
   const at::Tensor &variable = THPVariable_Unpack(tensor);
   if (!variable.is_inference()) variable.unsafeGetTensorImpl()->bump_version();
 }
