@@ -20,6 +20,7 @@ int64_t check_num_failures = 0;
 
 static test g_tests[MAX_TESTS];
 static size_t g_num_tests;
+static void (*g_at_end)(void);
 
 void check_add(const char *file, int line, const char *name,
                void (*run)(void)) {
@@ -30,6 +31,10 @@ void check_add(const char *file, int line, const char *name,
   base = base == NULL ? file : base + 1;
   (void)snprintf(added->file, sizeof added->file, "%.*s",
                  (int)strcspn(base, "."), base);
+}
+
+void check_at_end(void (*run)(void)) {
+  g_at_end = run;
 }
 
 /* `lines` with ends of lines; the caller frees it. */
@@ -85,6 +90,8 @@ int main(int argc, char **argv) {
     if (!is_chosen) continue;
     const int64_t before = check_num_failures;
     g_tests[i].run();
+    if (g_at_end != NULL) g_at_end();
+    g_at_end = NULL;
     num_run++;
     if (check_num_failures == before) continue;
     num_failed++;

@@ -88,6 +88,10 @@ bool check_has_lines(const char *actual, const char *lines, bool has_them,
 
 void check_add(const char *file, int line, const char *name, void (*run)(void));
 
+/* Runs `run` once, behind the test that runs now: frees what the test leaves,
+ * and checks that nothing else is left. One a test. */
+void check_at_end(void (*run)(void));
+
 /* A seeded random number in [0, bound), bound >= 1 (xorshift64*). A test
  * prints its seed when it fails. `*seed` is never 0. */
 static inline int64_t check_random(uint64_t *seed, int64_t bound) {

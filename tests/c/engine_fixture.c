@@ -134,7 +134,13 @@ static void grad_release(void *context, void *token) {
 
 /* --- Making and freeing -------------------------------------------------- */
 
+static void end_model(void) {
+  if (m.device != NULL) model_fini(&m);
+}
+
 void model_init(model *self, const model_options *options) {
+  end_model();
+  check_at_end(end_model);
   memset(self, 0, sizeof *self);
   if (options != NULL) self->options = *options;
   if (self->options.world_size == 0) self->options.world_size = 2;
@@ -365,6 +371,7 @@ void model_fini(model *self) {
   CHECK_I64(fsdp_alloc_live(), 0);
   CHECK_TEXT(recorder_race(self->device), "");
   recorder_destroy(self->device);
+  self->device = NULL;
 }
 
 /* --- Calls of the engine ------------------------------------------------- */

@@ -4,7 +4,9 @@
  *
  *   model_open(&options, "root 4; a 8");     units, and shards of so many
  *   PLAY("enter root; leave root; backward");
- *   PLAY("end");                             checks that nothing is left
+ *
+ * The end of the test, or the next model, frees it and checks that nothing is
+ * left.
  *
  * Unit 0 is the root, the others are its children. All ranks hold the same
  * data (as the recorder assumes): an unsharded parameter is this rank's shard
@@ -114,7 +116,7 @@ typedef struct model {
   char schedule[MODEL_SCHEDULE_NBYTES];
 } model;
 
-/* The model of the running test, which makes and frees it. */
+/* The model of the running test. */
 extern model m;
 
 /* Options of a summon as bits, to go through all of them. */
@@ -162,7 +164,7 @@ void model_join_new_engine(model *self);
 void model_start_tree(model *self, const model_options *options,
                       int64_t num_children);
 /* Frees everything; nothing may be alive then, each handed gradient must have
- * been released exactly once. */
+ * been released exactly once. A test whose loop tells of failures calls it. */
 void model_fini(model *self);
 
 /* One call of the engine each. Where parameters are shown by it, their values
@@ -226,7 +228,6 @@ void model_step(model *self);
  *                   what unit a must be and show
  *   has_grads a, no_grads a
  *   num_reduces 3   and the other counts of fsdp_engine_stats
- *   end             model_fini()
  */
 void model_play(const char *script, const char *file, int line);
 #define PLAY(script) model_play((script), __FILE__, __LINE__)

@@ -139,8 +139,6 @@ static fsdp_status call(const char *word, const char *name,
     CHECK_I64(model_stats(&m).arena.held_nbytes, 0);
   } else if (is(word, "clear")) {
     recorder_clear(m.device);
-  } else if (is(word, "end")) {
-    model_fini(&m);
   } else if (strncmp(word, "num_", 4) != 0 || !check_count(word, name)) {
     const int64_t i = unit_of(name);
     if (!check_fact(word, &m.units[i], expected)) {

@@ -53,7 +53,6 @@ TEST(test_memory) {
   }
   /* Parameters of all, and the two in bf16 and one block in fp32. */
   CHECK(model_stats(&m).arena.peak_nbytes < 2 * 2 * 64 * 4);
-  PLAY("end");
 }
 
 /* If one of them is reduced all are, at the end. */
@@ -79,7 +78,7 @@ TEST(test_without_gradients) {
     PLAY(ENTER_BACKWARD);
     PLAY("await root 0; await embed 0; await head 0");
     PLAY(BACKWARD_OF_LAYERS);
-    PLAY("finish; num_reduces 12; end");
+    PLAY("finish; num_reduces 12");
   }
 }
 
@@ -110,7 +109,6 @@ TEST(test_where_backward_leaves_the_module) {
       CHECK(is_unused(ROOT) == (i == 1) && is_unused(EMBED) == (i == 1));
       CHECK(is_unused(HEAD) == (i == 0));
     }
-    PLAY("end");
   }
 }
 
@@ -135,7 +133,7 @@ TEST(test_accumulation) {
   fsdp_unit_get_settings(m.units[HEAD].unit)->sync = FSDP_SYNC_NONE;
   PLAY("zero_grad; step; num_reduces 9");
   fsdp_unit_get_settings(m.units[HEAD].unit)->sync = FSDP_SYNC_REDUCE;
-  PLAY("step; num_reduces 14; check_grads; end");
+  PLAY("step; num_reduces 14; check_grads");
 }
 
 /* An autograd call may reach weights of the outermost module first. */
@@ -152,7 +150,7 @@ TEST(test_around_a_call_of_autograd) {
   PLAY("view root sharded; view head sharded; view embed sharded");
   PLAY("pre_backward root; pre_backward embed; pre_backward head");
   PLAY("grads head; pre_backward b; grads b; pre_backward a; grads a");
-  PLAY("grads embed; grads root; finish; check_grads; end");
+  PLAY("grads embed; grads root; finish; check_grads");
 }
 
 /* The main unit goes first: the others are none's. */
@@ -161,5 +159,5 @@ TEST(test_units_that_leave) {
   start(&options);
   PLAY("step; check_grads; destroy root");
   CHECK(m.units[HEAD].unit->main == m.units[HEAD].unit);
-  PLAY("destroy head; destroy embed; end");
+  PLAY("destroy head; destroy embed");
 }

@@ -45,7 +45,6 @@ TEST(test_prefetch) {
     CHECK_I64(model_stats(&m).num_prefetches, cases[i].num_prefetches);
     CHECK_I64(model_stats(&m).num_all_gathers,
               cases[i].options.keeps_after_forward ? 4 : 7);
-    PLAY("end");
   }
 }
 
@@ -58,7 +57,7 @@ TEST(test_reduced_unit_is_not_prefetched) {
   CHECK_SCHEDULE(
       "all_gather b; show b unsharded; show b sharded; reduce_scatter b; "
       "show root unsharded");
-  PLAY("grads root; finish; check_grads; check_sharded; end");
+  PLAY("grads root; finish; check_grads; check_sharded");
 }
 
 /* Nor is one whose reduction waits for its turn. */
@@ -71,7 +70,7 @@ TEST(test_waiting_unit_is_not_prefetched) {
   CHECK_SCHEDULE(
       "all_gather frozen; show frozen unsharded; show frozen sharded");
   PLAY("pre_backward c; grads c; pre_backward root; grads root; finish");
-  PLAY("check_grads; end");
+  PLAY("check_grads");
 }
 
 /* A nested backward comes back to a while a's reduction waits for its turn: a
@@ -83,7 +82,7 @@ TEST(test_unsharded_again_before_its_reduction) {
   PLAY("zero_grad; forward; pre_backward a; grads a; state a SHARDED");
   PLAY("pre_backward a; pre_backward b; grads b; num_reduces 5");
   PLAY("state a UNSHARDED; pre_backward root; grads root; finish; check_grads");
-  PLAY("check_sharded; check_idle; zero_grad; step; check_grads; end");
+  PLAY("check_sharded; check_idle; zero_grad; step; check_grads");
 }
 
 /* b is prefetched for a backward that ends without it. */
@@ -95,7 +94,6 @@ TEST(test_prefetch_in_flight_is_dropped_at_the_end) {
   CHECK_TAPE_HAS("wait compute e8; free 96;");
   /* with the new values */
   PLAY("check_sharded; check_idle; optimizer; zero_grad; step; check_grads");
-  PLAY("end");
 }
 
 /* Activation checkpointing: the recomputed unit stays until its backward. */
@@ -115,7 +113,6 @@ TEST(test_recompute_gathers_once) {
       "show b sharded; reduce_scatter b; show a unsharded; show a sharded; "
       "reduce_scatter a");
   PLAY("grads root; finish; check_grads; num_iterations 1; num_all_gathers 5");
-  PLAY("end");
 }
 
 /* The second call's backward comes first; gradients come with the first. */
@@ -128,7 +125,7 @@ TEST(test_unit_called_twice) {
       "all_gather a; show root unsharded; show a unsharded; show a sharded; "
       "reduce_scatter a; show root sharded; reduce_scatter root; "
       "show_grads root sharded; show_grads a sharded");
-  PLAY("check_grads; end");
+  PLAY("check_grads");
 }
 
 /* Gradients of each call come on their own: reduced twice, summed up. */
@@ -143,7 +140,7 @@ TEST(test_unit_reduced_twice) {
     }
     PLAY("grads root; finish; check_grads; check_sharded");
   }
-  PLAY("num_reduces 6; end");
+  PLAY("num_reduces 6");
 }
 
 TEST(test_frozen_unit) {
@@ -159,7 +156,6 @@ TEST(test_frozen_unit) {
       "show_grads root sharded; show_grads a sharded");
   PLAY("check_grads; check_sharded");
   CHECK_I64(model_stats(&m).arena.num_clients, 5); /* no gradient memory */
-  PLAY("end");
 }
 
 /* --- Order of reductions ------------------------------------------------- */
@@ -201,7 +197,7 @@ TEST(test_reductions_keep_their_order) {
   CHECK_TEXT(reductions(), "b a ");
   PLAY("grads root");
   CHECK_TEXT(reductions(), "root ");
-  PLAY("finish; check_grads; check_sharded; end");
+  PLAY("finish; check_grads; check_sharded");
 }
 
 /* Who ran no forward is not waited for; who got no gradients delays the
@@ -227,7 +223,7 @@ TEST(test_reductions_with_units_that_are_missing) {
   PLAY("zero_grad; forward");
   backward_in_order(1, 3, 2);
   CHECK_TEXT(reductions(), "a c b root ");
-  PLAY("finish; check_grads; end");
+  PLAY("finish; check_grads");
 }
 
 /* A second backward of one graph, which no forward announces, keeps the order,
@@ -240,7 +236,7 @@ TEST(test_reductions_of_a_retained_graph) {
   CHECK_TEXT(reductions(), "");
   PLAY("pre_backward c; grads c; pre_backward b; grads b");
   CHECK_TEXT(reductions(), "c b a ");
-  PLAY("grads root; finish; check_sharded; end");
+  PLAY("grads root; finish; check_sharded");
 }
 
 /* Without a record, after a unit went, nothing waits for its turn. */
@@ -255,7 +251,6 @@ TEST(test_reductions_after_a_unit_went) {
   CHECK_TEXT(reductions(), "b ");
   PLAY("grads root; finish; check_grads");
   m.num_units++;
-  PLAY("end");
 }
 
 /* A unit that goes in the middle of a backward: its end waits for the
@@ -265,7 +260,7 @@ TEST(test_unit_goes_inside_backward) {
   PLAY("forward; pre_backward root; pre_backward b; grads b; destroy a; clear");
   PLAY("finish");
   CHECK_TAPE_HAS("record e2 reduce; wait compute e2;");
-  PLAY("state b SHARDED; end");
+  PLAY("state b SHARDED");
 }
 
 /* A unit that does not reduce, or was frozen since, holds nobody up. */
@@ -284,5 +279,5 @@ TEST(test_who_is_not_waited_for) {
   CHECK_OK(fsdp_unit_set_trainable(m.units[3].unit, 0, false, &error));
   PLAY("zero_grad; forward; pre_backward root; pre_backward c");
   PLAY("pre_backward b; grads b; num_reduces 12; pre_backward a; grads a");
-  PLAY("num_reduces 13; grads root; finish; num_reduces 14; check_grads; end");
+  PLAY("num_reduces 13; grads root; finish; num_reduces 14; check_grads");
 }

@@ -46,7 +46,6 @@ TEST(test_fences) {
   PLAY("step; check_grads");
   check_fenced();
   CHECK_TAPE_LACKS("captured");
-  PLAY("end");
 }
 
 /* The memory of a captured step is taken and given back inside, where the
@@ -64,7 +63,7 @@ TEST(test_memory_of_a_capture) {
   CHECK_OK(fsdp_engine_join_lanes(m.engine, NULL));
   CHECK_I64(recorder_live_blocks(m.device), 0);
   fsdp_engine_end_capture(m.engine);
-  PLAY("step; check_grads; end");
+  PLAY("step; check_grads");
 }
 
 /* A replay finds what the capture found. */
@@ -96,7 +95,6 @@ TEST(test_replays_find_units_at_rest) {
   PLAY("leave root; step; zero_grad; destroy b");
   CHECK_FAILS(fsdp_engine_begin_replay(m.engine, &error), FSDP_INVALID_STATE,
               error.message, "..captured with 3 units, of which 2 are left");
-  PLAY("end");
 }
 
 static void check_refused(const char *why, fsdp_remedy remedy) {
@@ -112,7 +110,6 @@ TEST(test_refusals) {
   model_options options = {.offloads = true};
   model_start_tree(&m, &options, 2);
   check_refused("..its shards are in host memory", FSDP_REMEDY_NO_OFFLOAD);
-  PLAY("end");
   model_start_tree(&m, NULL, 2);
   fsdp_transport *transport = m.shard_group.transport;
   fsdp_transport_ops ops = *transport->ops;
@@ -131,5 +128,5 @@ TEST(test_refusals) {
   CHECK_OK(fsdp_engine_begin_capture(m.engine, NULL));
   check_refused("..while another one is", FSDP_REMEDY_NONE);
   fsdp_engine_end_capture(m.engine);
-  PLAY("step; end");
+  PLAY("step");
 }

@@ -42,7 +42,6 @@ TEST(test_freed_when_the_next_iteration_begins) {
     PLAY("check_grads");
     CHECK_I64(grad_nbytes(), (4 + 8) * 4);
   }
-  PLAY("end");
 }
 
 TEST(test_kept_while_the_user_holds_one) {
@@ -53,7 +52,7 @@ TEST(test_kept_while_the_user_holds_one) {
     if (i > 0) CHECK_TAPE_HAS("grads_live root; grads_live a;");
   }
   check_frees(0);
-  PLAY("check_grads; end");
+  PLAY("check_grads");
 }
 
 /* Between forward and backward, as in "loss = f(); zero_grad(); backward()". */
@@ -74,7 +73,6 @@ TEST(test_freed_on_entering_backward) {
       check_frees(i);
       PLAY("check_grads");
     }
-    PLAY("end");
   }
 }
 
@@ -92,7 +90,6 @@ TEST(test_of_a_unit_that_does_not_run) {
   check_frees(1);
   PLAY("zero_grad; step; check_grads");
   CHECK_I64(grad_nbytes(), (4 + 8 + 12) * 4);
-  PLAY("end");
 }
 
 /* The user cleared the whole ones of a unit that stays summoned while its root
@@ -114,7 +111,7 @@ TEST(test_of_a_summoned_unit) {
   for (int64_t i = 0; i < 8; i++) {
     CHECK((double)grad[i] == m.units[1].expected[0][i]);
   }
-  PLAY("zero_grad; step; check_grads; end");
+  PLAY("zero_grad; step; check_grads");
 }
 
 /* --- Accumulation -------------------------------------------------------- */
@@ -153,7 +150,7 @@ static void check_patterns(const model_options *options) {
     CHECK_I64(grad_nbytes(), 0);
     PLAY("backward; check_grads");
     CHECK_I64(grad_nbytes(), nbytes);
-    PLAY("check_idle; end");
+    PLAY("check_idle");
     if (check_num_failures > num_failures) printf("  pattern %d\n", pattern);
   }
 }
@@ -188,7 +185,7 @@ TEST(test_not_freed_while_unsharded_ones_are_held) {
     CHECK_TAPE_HAS(i == 0 ? "take_grads root unsharded; grads_free root;"
                           : "take_grads root; grads_free root;");
     CHECK_I64(grad_nbytes(), 0);
-    PLAY("sync reduce; grads root; finish; check_grads; end");
+    PLAY("sync reduce; grads root; finish; check_grads");
   }
 }
 
@@ -215,7 +212,6 @@ TEST(test_zeros_for_a_segment_that_is_unfrozen) {
     CHECK_I64(grad_nbytes(), 8 * 4 + 4 * 4 + 8 * 2);
     PLAY("check_grads");
     check_frees(1);
-    PLAY("end");
   }
 }
 
@@ -230,7 +226,7 @@ TEST(test_zeros_for_a_summon) {
   const float *whole = m.units[0].grads[1];
   for (int64_t i = 0; i < 8; i++) CHECK(whole[i] == 0);
   CHECK_OK(fsdp_unit_dismiss(unit, true, NULL));
-  PLAY("step; check_grads; end");
+  PLAY("step; check_grads");
 }
 
 /* A summon that could not make one: the next reduction does, in time. */
@@ -255,7 +251,7 @@ TEST(test_summon_that_fails_to_make_one) {
       was_refused = true;
       CHECK_I64(grad_nbytes(), 0);
     }
-    PLAY("zero_grad; step; check_grads; end");
+    PLAY("zero_grad; step; check_grads");
     if (status == FSDP_OK) break;
   }
   CHECK(was_refused);

@@ -78,7 +78,7 @@ TEST(test_other_units) {
   PLAY("pre_backward root; grads root; num_reduces 7; finish");
   PLAY("num_reduces 9; has_grads a; has_grads b; check_grads");
   CHECK_TAPE_HAS("all_gather_bytes g0 3;");
-  PLAY("zero_grad; step; check_grads; end");
+  PLAY("zero_grad; step; check_grads");
 }
 
 /* A unit whose block is held: it stays as it is. */
@@ -91,7 +91,7 @@ TEST(test_held_units_are_gathered) {
   CHECK_TEXT(recorder_race(m.device), "");
   PLAY("leave b; leave root; state a HIDDEN");
   want("g1.", NULL);
-  PLAY("backward; check_grads; end");
+  PLAY("backward; check_grads");
 }
 
 /* A unit that this rank has frozen: it takes part. */
@@ -105,7 +105,6 @@ TEST(test_frozen_here) {
   const int64_t before = model_stats(&m).num_reduces;
   PLAY("finish");
   CHECK_I64(model_stats(&m).num_reduces, before + 1);
-  PLAY("end");
 }
 
 static void check_refused(const char *wants, const char *kinds,
@@ -127,7 +126,7 @@ TEST(test_other_gradients) {
   check_refused(".....e", "rSr",
                 "..different things with the gradients of unit 'a': all "
                 "ranks that run it must train the same parameters");
-  PLAY("step; zero_grad; step; check_grads; end");
+  PLAY("step; zero_grad; step; check_grads");
 }
 
 /* Only shards of one group are served. */
@@ -142,7 +141,7 @@ TEST(test_replicas_are_refused) {
               "have shards and replicas, parts, extensions or another process "
               "group");
   want("", NULL);
-  PLAY("abandon root; end");
+  PLAY("abandon root");
 }
 
 /* Steps in which the other rank wants something else, after a common one. */

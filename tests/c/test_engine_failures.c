@@ -63,7 +63,6 @@ TEST(test_every_call_of_a_reset_can_fail) {
     const int64_t num_calls = recorder_num_calls(m.device) - num_calls_before;
     PLAY("check_sharded");
     failures_check_recovers();
-    PLAY("end");
     if (num_calls <= i) break;
   }
 }
@@ -86,7 +85,6 @@ TEST(test_every_call_of_an_abandoned_forward_can_fail) {
             model_state(&m, j) == FSDP_UNIT_FAILED);
     }
     failures_check_recovers();
-    PLAY("end");
     if (num_calls <= i) break;
   }
 }
@@ -103,7 +101,7 @@ TEST(test_failed_child_leaves_once) {
   PLAY("enter b; leave b; leave root");
   CHECK(!fsdp_engine_in_forward(m.engine));
   PLAY("num_iterations 1; state root HIDDEN"); /* kept */
-  PLAY("reset; check_sharded; end");
+  PLAY("reset; check_sharded");
 }
 
 /* --- Between steps ------------------------------------------------------- */
@@ -148,7 +146,6 @@ static void fail_every_call_of_summon(const model_options *options) {
     fsdp_unit_destroy(unit);
     m.units[0].unit = NULL;
     recorder_fail_at(m.device, -1);
-    PLAY("end");
     if (is_over) break;
   }
 }
@@ -179,7 +176,6 @@ TEST(test_every_call_of_a_move_can_fail) {
       failures_check_recovers();
     }
     fsdp_engine_destroy(other);
-    PLAY("end");
     if (status == FSDP_OK) break;
   }
 }
@@ -194,7 +190,6 @@ TEST(test_every_call_of_making_can_fail) {
     const fsdp_status status = model_build(&m, &error);
     recorder_fail_at(m.device, -1);
     CHECK_I64(error.status, status);
-    PLAY("end");
     if (status != FSDP_OK) continue;
     CHECK_I64(i, 5 + 4); /* events: five of the engine, one of each unit */
     break;

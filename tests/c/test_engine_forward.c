@@ -12,7 +12,7 @@ TEST(test_tree_gathers_unit_by_unit) {
       "all_gather root; show root unsharded; all_gather a; show a unsharded; "
       "show a sharded; all_gather b; show b unsharded; show b sharded; "
       "hide root"); /* hidden, kept for its backward */
-  PLAY("state root HIDDEN; state a SHARDED; end");
+  PLAY("state root HIDDEN; state a SHARDED");
 }
 
 TEST(test_forward_without_backward_keeps_nothing) {
@@ -22,7 +22,7 @@ TEST(test_forward_without_backward_keeps_nothing) {
   CHECK_SCHEDULE(
       "all_gather root; show root unsharded; all_gather a; show a unsharded; "
       "show a sharded; show root sharded");
-  PLAY("check_sharded; end");
+  PLAY("check_sharded");
 }
 
 /* Unless asked to, for the next one, if the parameters stay as they are. */
@@ -42,7 +42,7 @@ TEST(test_forward_without_graph_keeps_for_the_next_one) {
   PLAY("zero_grad; forward; infer; state root HIDDEN; expect_writes");
   PLAY("state a HIDDEN; backward; check_grads; check_sharded; check_idle");
   /* A backward of nothing ends it, too. */
-  PLAY("infer; state a KEPT; open; finish; check_sharded; check_idle; end");
+  PLAY("infer; state a KEPT; open; finish; check_sharded; check_idle");
 }
 
 /* So is what a forward kept for its backward. */
@@ -54,13 +54,13 @@ TEST(test_forwards_of_one_backward_gather_once) {
   /* Not if somebody is to write in between, or has. */
   PLAY("forward; num_all_gathers 4; expect_writes; state a UNSHARDED");
   PLAY("forward; num_all_gathers 6; forward; num_all_gathers 6; optimizer");
-  PLAY("forward; num_all_gathers 8; backward; check_sharded; check_idle; end");
+  PLAY("forward; num_all_gathers 8; backward; check_sharded; check_idle");
 }
 
 TEST(test_forward_without_graph_keeps_nothing_unasked) {
   model_options options = {.keeps_after_forward = true};
   model_start_tree(&m, &options, 1);
-  PLAY("infer; check_sharded; check_idle; infer; num_all_gathers 4; end");
+  PLAY("infer; check_sharded; check_idle; infer; num_all_gathers 4");
 }
 
 TEST(test_forward_prefetch_from_the_second_iteration) {
@@ -71,7 +71,7 @@ TEST(test_forward_prefetch_from_the_second_iteration) {
       "all_gather root; all_gather a; show root unsharded; all_gather b; "
       "show a unsharded; show a sharded; all_gather c; show b unsharded; "
       "show b sharded; show c unsharded; show c sharded; show root sharded");
-  PLAY("num_prefetches 3; num_all_gathers 8; end");
+  PLAY("num_prefetches 3; num_all_gathers 8");
 }
 
 /* b was prefetched but the forward ends without it: never shown, dropped. */
@@ -92,7 +92,6 @@ TEST(test_unused_forward_prefetch_is_dropped) {
       "all_gather root; all_gather a; show root unsharded; all_gather b; "
       "show b unsharded; show b sharded; show a unsharded; show a sharded; "
       "show root sharded");
-  PLAY("end");
 }
 
 /* Parameters kept for a backward that never came are from before the
@@ -106,7 +105,6 @@ TEST(test_stale_params_are_dropped) {
   CHECK_SCHEDULE(
       "all_gather root; show root unsharded; all_gather a; show a unsharded; "
       "hide root; hide a");
-  PLAY("end");
 }
 
 /* What is kept stays shown until backward. What the user writes there is taken
@@ -144,7 +142,7 @@ TEST(test_shown_until_backward) {
   PLAY("state a UNSHARDED; clear; backward");
   CHECK_TAPE_HAS("take_writes a in backward;");
   CHECK_TAPE_LACKS("all_gather");
-  PLAY("check_grads; check_idle; end");
+  PLAY("check_grads; check_idle");
 }
 
 TEST(test_unit_called_twice_in_forward) {
@@ -154,7 +152,6 @@ TEST(test_unit_called_twice_in_forward) {
       "all_gather root; show root unsharded; all_gather a; show a unsharded; "
       "show a sharded; all_gather a; show a unsharded; show a sharded; "
       "hide root");
-  PLAY("end");
 }
 
 TEST(test_forward_that_raises) {
@@ -165,7 +162,7 @@ TEST(test_forward_that_raises) {
   CHECK(fsdp_engine_in_forward(m.engine));
   PLAY("state a SHARDED; abandon root");
   CHECK(!fsdp_engine_in_forward(m.engine));
-  PLAY("check_sharded; check_idle; step; check_grads; end");
+  PLAY("check_sharded; check_idle; step; check_grads");
 }
 
 /* torch.autograd.grad() in the root's forward: that backward ends before the
@@ -185,7 +182,7 @@ TEST(test_backward_inside_a_forward) {
       PLAY("pre_backward root; pre_backward b; grads b; grads root; finish");
       PLAY("check_grads; check_sharded; optimizer");
     }
-    PLAY("step; end");
+    PLAY("step");
   }
 }
 
@@ -199,7 +196,7 @@ TEST(test_backward_that_leaves_what_was_kept) {
   PLAY("pre_backward root; leave_kept; pre_backward b; expect b 1; inputs b");
   PLAY("finish; num_reduces 0");
   PLAY("backward; num_reduces 3; check_grads; check_sharded; optimizer");
-  PLAY("zero_grad; step; num_reduces 6; check_grads; end");
+  PLAY("zero_grad; step; num_reduces 6; check_grads");
 }
 
 /* For inputs or weights inside a unit: the first event is a recomputation.
@@ -216,14 +213,14 @@ TEST(test_backward_that_begins_with_a_recomputation) {
   }
   PLAY("finish; num_iterations 1; num_reduces 0");
   PLAY("sync reduce; backward; num_all_gathers 3; num_reduces 3");
-  PLAY("check_grads; check_sharded; optimizer; end");
+  PLAY("check_grads; check_sharded; optimizer");
 }
 
 /* A child is run on its own: it is the root of that iteration. */
 TEST(test_outermost_unit_is_the_root) {
   model_start_tree(&m, NULL, 2);
   PLAY("enter a; leave a; state a HIDDEN; pre_backward a; grads a; finish");
-  PLAY("num_iterations 1; num_all_gathers 1; check_sharded; end");
+  PLAY("num_iterations 1; num_all_gathers 1; check_sharded");
 }
 
 TEST(test_unit_without_parameters) {
@@ -236,7 +233,6 @@ TEST(test_unit_without_parameters) {
   PLAY("check_grads; check_sharded; summon root; dismiss root; step");
   PLAY("num_units 2");
   CHECK_I64(model_stats(&m).arena.num_clients, 2);
-  PLAY("end");
 }
 
 /* Parameters of zero elements get gradients too, without a collective. */
@@ -245,5 +241,5 @@ TEST(test_unit_of_empty_parameters) {
   PLAY("step");
   CHECK_SCHEDULE("show_grads root sharded");
   CHECK_I64(model_stats(&m).arena.num_allocs, 1);
-  PLAY("num_reduces 1; end");
+  PLAY("num_reduces 1");
 }

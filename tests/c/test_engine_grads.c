@@ -11,7 +11,6 @@ TEST(test_accumulates_over_backwards) {
   model_start_tree(&m, NULL, 1);
   PLAY("step; step; step; check_grads"); /* the sum of three */
   PLAY("zero_grad; step; check_grads");  /* of the last one alone */
-  PLAY("end");
 }
 
 /* Gradients that the user set before the first backward are added to. */
@@ -23,7 +22,7 @@ TEST(test_users_own_gradient_is_added_to) {
     m.units[0].expected[0][i] = 10;
   }
   recorder_set_grads_live(m.device, true);
-  PLAY("step; check_grads; end");
+  PLAY("step; check_grads");
 }
 
 /* Two micro-batches without sync, a third with it. */
@@ -45,7 +44,6 @@ static void check_no_sync(const model_options *options) {
     PLAY("grad_view root sharded; check_grads; check_sharded; check_idle");
     PLAY("optimizer");
   }
-  PLAY("end");
 }
 
 TEST(test_no_sync_then_sync) {
@@ -80,7 +78,6 @@ TEST(test_held_dtype) {
     PLAY("sync reduce; step; check_grads; check_sharded; check_idle");
     PLAY("zero_grad");
   }
-  PLAY("end");
 }
 
 /* Parameters kept between micro-batches are hidden in between, and gathered
@@ -106,7 +103,7 @@ TEST(test_kept_parameters) {
   PLAY("step; check_grads");
   /* Kept, and destroyed, or summoned, or moved. */
   PLAY("summon a; dismiss a; step; sync reduce; step; check_grads");
-  PLAY("check_sharded; check_idle; end");
+  PLAY("check_sharded; check_idle");
 }
 
 TEST(test_sync_then_no_sync_then_sync) {
@@ -114,7 +111,6 @@ TEST(test_sync_then_no_sync_then_sync) {
   PLAY("step");                           /* sharded */
   PLAY("sync none; step");                /* unsharded, beside it */
   PLAY("sync reduce; step; check_grads"); /* all three */
-  PLAY("end");
 }
 
 /* Gradients kept without sync that the user cleared do not come back. */
@@ -124,7 +120,7 @@ TEST(test_cleared_unsharded_gradients_stay_cleared) {
   PLAY("sync none; step; sync reduce; zero_grad; enter root; enter a; leave a");
   PLAY("leave root; pre_backward root; pre_backward a; grads a; grads root");
   PLAY("finish; has_grads root; has_grads a; no_grads b; check_idle");
-  PLAY("zero_grad; step; check_grads; end");
+  PLAY("zero_grad; step; check_grads");
 }
 
 /* A unit whose gradients were kept by no_sync and that takes no part in the
@@ -133,7 +129,7 @@ TEST(test_kept_gradients_are_reduced_at_the_end) {
   model_start_tree(&m, NULL, 1);
   PLAY("sync none; step; sync reduce; enter root; leave root");
   PLAY("pre_backward root; grads root; finish; check_grads; check_sharded");
-  PLAY("num_reduces 2; end");
+  PLAY("num_reduces 2");
 }
 
 /* What got no gradient is zero: while kept, and when reduced. */
@@ -149,7 +145,6 @@ TEST(test_unused_parameters_are_zero) {
                             "zero 8 f32 b4, zero 9 f32 b4+60;");
     PLAY("pending u 0; check_grads");
   }
-  PLAY("end");
 }
 
 /* A second gradient of a parameter, and one that nobody announced. */
@@ -169,7 +164,6 @@ TEST(test_gradients_of_one_parameter_add_up) {
   /* One that nobody announced does not stand in for one that is to come. */
   PLAY("forward; pre_backward u; expect u 1; unexpected u 1");
   PLAY("state u UNSHARDED; grad u 0; state u REDUCING; finish; check_grads");
-  PLAY("end");
 }
 
 /* Gradients wait until all have come. If the unit's block is there before, they
@@ -186,7 +180,7 @@ TEST(test_large_gradients_are_packed_early) {
   PLAY("grad u 1");
   CHECK_I64(m.grads[3].num_releases, 1);
   CHECK_I64(m.grads[4].num_releases, 1);
-  PLAY("grad u 0; finish; check_grads; end");
+  PLAY("grad u 0; finish; check_grads");
 }
 
 TEST(test_forward_inside_an_open_backward_is_refused) {
@@ -199,7 +193,7 @@ TEST(test_forward_inside_an_open_backward_is_refused) {
       error.message,
       "unit 'root' ran forward while a backward that raised is still open");
   CHECK_I64(error.remedy, FSDP_REMEDY_RESET);
-  PLAY("reset; check_sharded; step; check_grads; end");
+  PLAY("reset; check_sharded; step; check_grads");
 }
 
 /* A reset gives back what is open, and keeps what earlier micro-batches left
@@ -213,7 +207,7 @@ TEST(test_reset_in_the_middle) {
   CHECK(!fsdp_engine_in_backward(m.engine));
   memset(m.units[0].expected[0], 0, 8 * sizeof(double));
   memset(m.units[2].expected[0], 0, 24 * sizeof(double));
-  PLAY("sync reduce; step; check_grads; end");
+  PLAY("sync reduce; step; check_grads");
 }
 
 /* --- Steady state -------------------------------------------------------- */
@@ -237,7 +231,6 @@ static void check_steady_state(const model_options *options) {
   CHECK_I64(after.arena.peak_nbytes, before.arena.peak_nbytes);
   CHECK_I64(after.arena.nbytes, 0);
   CHECK_I64(recorder_live_nbytes(m.device), 0);
-  PLAY("end");
 }
 
 /* On the host; blocks come and go, and are as many as before. */
@@ -271,7 +264,6 @@ TEST(test_memory_of_one_unit) {
   CHECK_I64(recorder_live_nbytes(m.device), 0);
   CHECK_I64(model_stats(&m).shard_nbytes, 64 * 4);
   CHECK_I64(model_stats(&m).grad_shard_nbytes, 64 * 4);
-  PLAY("end");
 }
 
 /* Equal units, however many there are: the root, the unit that runs, the next
@@ -286,7 +278,6 @@ TEST(test_memory_does_not_grow_with_depth) {
     PLAY("zero_grad; step; check_grads");
     CHECK_I64(model_stats(&m).arena.peak_nbytes, 4 * 128 * 4);
     CHECK_I64(recorder_live_nbytes(m.device), 0);
-    PLAY("end");
   }
 }
 
@@ -307,7 +298,6 @@ TEST(test_reduces_to_the_mean) {
   CHECK_TAPE_HAS("accumulate reduce x1 8 f32->f32 add ");
   PLAY("check_grads; zero_grad; clear; step; check_grads");
   CHECK_TAPE_HAS("reduce_scatter_mean");
-  PLAY("end");
 }
 
 /* In the slot, from which the host's copy comes. */
@@ -319,7 +309,7 @@ TEST(test_offloads_the_mean) {
   CHECK_TAPE_HAS("reduce_scatter_mean reduce g0 8 f32 b2+32 <- b2");
   CHECK_TAPE_HAS("copy_to_host download 32 u.grad0 <- b2+32");
   CHECK_TAPE_LACKS("accumulate");
-  PLAY("check_grads; step; check_grads; end");
+  PLAY("check_grads; step; check_grads");
 }
 
 /* All that the reduce_scatter's mean would leave out. */
@@ -332,7 +322,6 @@ TEST(test_not_to_the_mean) {
     model_open(&options, "u 8");
     PLAY("step; check_grads");
     CHECK_TAPE_LACKS("reduce_scatter_mean");
-    PLAY("end");
   }
 }
 
@@ -343,7 +332,7 @@ TEST(test_adds_a_partial_gradient_to_the_mean) {
   PLAY("sync shard; step; step; sync reduce; clear; step; check_grads");
   CHECK_TAPE_HAS("reduce_scatter_mean");
   CHECK_TAPE_HAS("accumulate reduce x0.5 8 f32->f32 add");
-  PLAY("step; check_grads; end");
+  PLAY("step; check_grads");
 }
 
 /* Of parameters that no rank used the sums are read as before. */
@@ -353,5 +342,4 @@ TEST(test_marks_beside_the_mean) {
   PLAY("step; check_grads");
   CHECK_TAPE_HAS("reduce_scatter_mean reduce g0 8 f32");
   CHECK_TAPE_HAS("reduce_scatter reduce g0 ");
-  PLAY("end");
 }

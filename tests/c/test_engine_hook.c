@@ -26,7 +26,7 @@ TEST(test_step) {
       "accumulate reduce x1 4 f32->f32 ? <- b2+16; record e7 reduce; "
       "record e2 reduce; wait compute e2; record e3 replicate; "
       "wait compute e3; wait compute e7; free 32 b2; show_grads root sharded");
-  PLAY("check_grads; end");
+  PLAY("check_grads");
 }
 
 /* Once for each trainable segment. */
@@ -37,7 +37,7 @@ TEST(test_mixed_segments) {
   const char *tape = recorder_tape(m.device);
   CHECK_HAS(tape, "reduce_hook u reduce 0; reduce_hook u reduce 2;");
   CHECK_LACKS(tape, "reduce_scatter");
-  PLAY("check_grads; end");
+  PLAY("check_grads");
 }
 
 static void set_custom(unsigned kinds) {
@@ -62,7 +62,6 @@ TEST(test_custom_reductions) {
             "accumulate replicate x1 4 f32->f32;");
   CHECK_HAS(tape, "all_reduce");
   CHECK_LACKS(tape, "reduce_scatter");
-  PLAY("end");
 }
 
 /* The user's own all-gather, one call for the segments of a unit. */
@@ -73,7 +72,7 @@ TEST(test_custom_gather) {
   const char *tape = recorder_tape(m.device);
   CHECK_HAS(tape, "custom_run u unshard 1;");
   CHECK_LACKS(tape, "all_gather");
-  PLAY("backward; end");
+  PLAY("backward");
 }
 
 /* In micro-batches of every kind. */
@@ -92,7 +91,6 @@ static void check_numbers(model_options options) {
   }
   PLAY("clear; zero_grad; step; check_grads");
   CHECK_TAPE_LACKS("reduce_hook");
-  PLAY("end");
 }
 
 TEST(test_numbers) {

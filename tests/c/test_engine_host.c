@@ -33,7 +33,6 @@ TEST(test_blocks_of_a_step) {
     CHECK_I64(recorder_live_nbytes(m.device), 0);
   }
   CHECK_I64(model_stats(&m).arena.peak_nbytes, 2 * BLOCK);
-  model_fini(&m);
 }
 
 /* At the end of forward and in a unit's backward there are the root and that
@@ -56,7 +55,7 @@ TEST(test_where_activations_are_largest) {
     CHECK(i == 1 || model_state(&m, i - 1) == FSDP_UNIT_PREFETCHED);
   }
   CHECK_OK(model_give_grads(&m, 0, NULL));
-  PLAY("finish; check_grads; end");
+  PLAY("finish; check_grads");
 }
 
 /* A unit's sharded gradient is made when its reduction has ended, which is
@@ -68,7 +67,7 @@ TEST(test_sharded_gradients_come_late) {
   const char *reduced = strstr(recorder_tape(m.device), "reduce_scatter");
   CHECK(reduced != NULL && strstr(reduced, "grad_shard") != NULL);
   CHECK(strstr(recorder_tape(m.device), "grad_shard") > reduced);
-  PLAY("pre_backward a; grads a; grads root; finish; check_grads; end");
+  PLAY("pre_backward a; grads a; grads root; finish; check_grads");
 }
 
 /* Scratch ends with its reduction, a partial gradient with its addition. */
@@ -84,7 +83,6 @@ TEST(test_scratch_and_partial_gradients_end) {
     CHECK_I64(recorder_live_nbytes(m.device), 0);
     CHECK_I64(model_stats(&m).scratch_nbytes, BLOCK / 2); /* the most */
   }
-  model_fini(&m);
 }
 
 /* A gradient that comes after the unit's reduction has a block and a reduction
@@ -97,7 +95,6 @@ TEST(test_a_gradient_after_the_last) {
     PLAY("check_grads");
     CHECK_TEXT(recorder_race(m.device), "");
   }
-  model_fini(&m);
 }
 
 /* Without a reduction a unit keeps its gradient block between backwards. */
@@ -109,7 +106,6 @@ TEST(test_unsharded_gradients_stay) {
     PLAY("sync reduce; step; check_grads");
     CHECK_I64(recorder_live_nbytes(m.device), 0);
   }
-  model_fini(&m);
 }
 
 /* The last backward of an accumulation needs less from unit to unit: the root's
@@ -128,7 +124,6 @@ TEST(test_accumulated_gradients_leave_one_by_one) {
     CHECK_TEXT(recorder_race(m.device), "");
     CHECK_I64(recorder_live_nbytes(m.device), 0);
   }
-  model_fini(&m);
 }
 
 /* Replicas, and every precision of what is reduced. */
@@ -141,7 +136,6 @@ TEST(test_values) {
     start(&options, 3);
     for (int j = 0; j < 3; j++) step();
     CHECK_I64(recorder_live_nbytes(m.device), 0);
-    model_fini(&m);
   }
 }
 
@@ -162,7 +156,6 @@ TEST(test_every_call_can_fail) {
     fsdp_engine_reset(m.engine);
     step();
     CHECK_I64(recorder_live_nbytes(m.device), 0);
-    model_fini(&m);
     if (!has_failed) break;
   }
 }

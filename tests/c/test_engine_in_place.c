@@ -166,7 +166,8 @@ TEST(test_a_step) {
       "open b; open a; close b; close a; await a; await b");
   PLAY("check_sharded; eval");
   CHECK_NOTES("open a; close a; open b; close b; await a; await b");
-  PLAY("destroy a; end");
+  PLAY("destroy a");
+  model_fini(&m);
   CHECK_NOTES("unshare a; unshare b; unshare root");
 }
 
@@ -177,7 +178,6 @@ TEST(test_ranks_that_cannot) {
   CHECK_NOTES("share root; share a; share b");
   PLAY("zero_grad; step");
   CHECK_NOTES("");
-  PLAY("end");
 }
 
 TEST(test_units_that_keep_their_parameters) {
@@ -185,12 +185,10 @@ TEST(test_units_that_keep_their_parameters) {
   start(&keeps, true);
   PLAY("step");
   CHECK_NOTES("");
-  PLAY("end");
   const model_options casts = {.param_dtype = {FSDP_DTYPE_BFLOAT16, 2}};
   start(&casts, true);
   PLAY("step");
   CHECK_NOTES("");
-  PLAY("end");
   const model_options keeps_once = {.keeps_without_sync = true};
   start(&keeps_once, true);
   PLAY("sync none; step"); /* kept for the next micro-batch */
@@ -200,7 +198,6 @@ TEST(test_units_that_keep_their_parameters) {
       "open b; open a; close b; close a; await a; await b; "
       "open a; close a; open b; close b; await a; await b; "
       "open b; open a; close b; close a; await a; await b");
-  PLAY("end");
 }
 
 /* The setting may change when the shards are shared already. */
@@ -211,7 +208,6 @@ TEST(test_a_unit_that_keeps_them_later) {
   fsdp_unit_get_settings(unit_of(1))->reshard_after_forward = false;
   PLAY("step");
   CHECK_NOTES("open b; close b; await b; open b; close b; await b");
-  PLAY("end");
 }
 
 /* What the user asks for may be kept: it has a block. */
@@ -228,7 +224,7 @@ TEST(test_on_demand) {
   CHECK_OK(fsdp_unit_unshard(unit_of(1), NULL)); /* inside its own forward */
   CHECK_OK(fsdp_unit_wait_unshard(unit_of(1), NULL));
   CHECK_NOTES("close a");
-  PLAY("leave_eval a; leave_eval root; check_sharded; end");
+  PLAY("leave_eval a; leave_eval root; check_sharded");
 }
 
 /* The ranks compare what they do next, so each gathers as usual. */
@@ -239,7 +235,6 @@ TEST(test_checked_order) {
   fsdp_engine_set_order_check(m.engine, true);
   PLAY("eval");
   CHECK_NOTES("");
-  PLAY("end");
 }
 
 /* Nobody waits after a module raised: the others may be waiting for
@@ -250,7 +245,7 @@ TEST(test_forward_that_raises) {
   notes[0] = '\0';
   PLAY("abandon a; abandon root");
   CHECK_NOTES("close a");
-  PLAY("step; end");
+  PLAY("step");
 }
 
 TEST(test_an_open_that_fails) {
@@ -261,7 +256,7 @@ TEST(test_an_open_that_fails) {
   notes[0] = '\0';
   CHECK_I64(model_enter(&m, 2, &error), FSDP_BACKEND);
   CHECK_NOTES("close b");
-  PLAY("state b FAILED; reset; check_sharded; end");
+  PLAY("state b FAILED; reset; check_sharded");
 }
 
 /* A reset closes what an unfinished step left open. */
@@ -271,7 +266,7 @@ TEST(test_reset) {
   notes[0] = '\0';
   PLAY("reset");
   CHECK_NOTES("close a");
-  PLAY("step; end");
+  PLAY("step");
 }
 
 /* Shards that were moved out of their regions: the others read the new values
@@ -297,6 +292,5 @@ TEST(test_moved_shards_are_brought_home) {
   recorder_set_params_copied(m.device, false);
   PLAY("optimizer; zero_grad; step; check_grads");
   const int64_t num_units = m.num_units;
-  PLAY("end");
   for (int64_t i = 0; i < num_units; i++) free(homes[i]);
 }

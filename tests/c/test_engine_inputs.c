@@ -21,7 +21,7 @@ TEST(test_frozen_unit_reshards) {
   CHECK_TAPE("show frozen sharded; free 96");
   PLAY("state frozen SHARDED");
   finish();
-  PLAY("no_grads frozen; num_reduces 1; end");
+  PLAY("no_grads frozen; num_reduces 1");
 }
 
 /* The weights are used until the gradients of the inputs have come, in
@@ -42,7 +42,7 @@ TEST(test_mixed_unit_waits) {
     CHECK_SCHEDULE(
         "show mixed sharded; reduce_scatter mixed; reduce_scatter mixed");
     finish();
-    PLAY("check_grads; end");
+    PLAY("check_grads");
   }
 }
 
@@ -61,7 +61,7 @@ TEST(test_inputs_that_never_come) {
   PLAY("clear; inputs frozen; inputs mixed");
   CHECK_TAPE("");
   CHECK(!fsdp_engine_in_backward(m.engine));
-  PLAY("zero_grad; step; check_grads; end");
+  PLAY("zero_grad; step; check_grads");
 }
 
 /* Only the inputs' gradients come: there is nothing to reduce. */
@@ -71,7 +71,7 @@ TEST(test_mixed_unit_without_gradients) {
   CHECK_SCHEDULE("show mixed sharded");
   PLAY("state mixed SHARDED");
   finish();
-  PLAY("no_grads mixed; end");
+  PLAY("no_grads mixed");
 }
 
 /* What an earlier no_sync kept is reduced with them. */
@@ -82,7 +82,7 @@ TEST(test_kept_gradients) {
   PLAY("pre_backward root; pre_backward mixed; expect mixed 1; inputs mixed");
   PLAY("state mixed REDUCING");
   finish();
-  PLAY("check_grads; end");
+  PLAY("check_grads");
 }
 
 TEST(test_prefetch_after_them) {
@@ -93,7 +93,7 @@ TEST(test_prefetch_after_them) {
   PLAY("state frozen PREFETCHED; pre_backward frozen; expect frozen 1");
   PLAY("inputs frozen");
   finish();
-  PLAY("check_grads; end");
+  PLAY("check_grads");
 }
 
 /* A unit that failed says so. */
@@ -110,5 +110,4 @@ TEST(test_failed_unit) {
   CHECK_FAILS(model_give_inputs(&m, 2, &error), FSDP_BACKEND, error.message,
               "..unit 'mixed' failed earlier (");
   failures_check_recovers();
-  PLAY("end");
 }

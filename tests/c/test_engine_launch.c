@@ -65,7 +65,6 @@ TEST(test_one_ticket) {
   PLAY("enter u");
   CHECK_I64((int64_t)num_calls, 4);
   CHECK_TEXT(notes, "ticket 4; ");
-  PLAY("end");
 }
 
 /* What was started before the failure still uses its memory. */
@@ -76,5 +75,5 @@ TEST(test_failure) {
   CHECK_TEXT(notes, "ticket 2; rank 1 is gone; ");
   CHECK_TEXT(error.message, "rank 1 is gone: dead");
   CHECK_TAPE_LACKS("group_end");
-  PLAY("state u FAILED; reset; end");
+  PLAY("state u FAILED; reset");
 }

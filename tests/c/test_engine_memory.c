@@ -36,7 +36,6 @@ TEST(test_blocks_of_a_step) {
   CHECK_I64(recorder_live_nbytes(m.device), ROOT);
   PLAY("finish; check_grads");
   CHECK_I64(recorder_live_nbytes(m.device), 0);
-  PLAY("end");
 }
 
 /* Units that are not where the order says: a reserved block of another size is
@@ -53,7 +52,7 @@ TEST(test_another_order) {
   CHECK_I64(recorder_live_nbytes(m.device), ROOT + A + A);
   PLAY("leave a; leave root");
   CHECK_I64(recorder_live_nbytes(m.device), ROOT);
-  PLAY("backward; check_grads; end");
+  PLAY("backward; check_grads");
 }
 
 /* Without blocks that leave there is nothing to give, and the error stands. */
@@ -66,7 +65,6 @@ TEST(test_out_of_memory_is_reported) {
   recorder_limit_memory(m.device, 0);
   PLAY("reset");
   train(2);
-  PLAY("end");
 }
 
 /* A block in use is not given: its data is still read. One that is reduced
@@ -83,7 +81,6 @@ TEST(test_blocks_in_use_stay) {
     PLAY("forward");
     /* Each call of the first backward, one after the other in fresh models. */
     const int64_t first = recorder_num_calls(m.device) - num_calls;
-    PLAY("end");
     for (int64_t i = first;; i++) {
       fsdp_error error = {0};
       model_start_tree(&m, &options, 3);
@@ -100,7 +97,7 @@ TEST(test_blocks_in_use_stay) {
         num_recovered++;
         PLAY("check_grads");
       }
-      PLAY("reset; end");
+      PLAY("reset");
       if (!has_failed) break;
     }
     CHECK(num_recovered > 0);

@@ -52,7 +52,7 @@ TEST(test_moved_shards_are_gathered) {
     recorder_set_params_copied(m.device, true);
     PLAY("eval; summon a");
     model_check_params(&m, 1);
-    PLAY("drop a; step; check_grads; end");
+    PLAY("drop a; step; check_grads");
   }
 }
 
@@ -61,7 +61,7 @@ TEST(test_moved_before_backward) {
   model_start_tree(&m, NULL, 2);
   PLAY("step; zero_grad; forward");
   (void)move_shard(1, 0);
-  PLAY("backward; check_grads; zero_grad; step; end");
+  PLAY("backward; check_grads; zero_grad; step");
 }
 
 /* One rank: the shard is the whole, and replicas get what lies there now. */
@@ -77,7 +77,6 @@ TEST(test_a_moved_shard_of_one_rank) {
   CHECK_OK(fsdp_unit_summon(m.units[0].unit, &first_only, NULL));
   PLAY("dismiss u");
   CHECK_TAPE_HAS("broadcast unshard g0 4 f32 from 0 moved");
-  PLAY("end");
 }
 
 /* --- Gradients that the user sees ---------------------------------------- */
@@ -93,7 +92,6 @@ TEST(test_unsharded_gradients_are_kept) {
   CHECK_TAPE_LACKS("keep_grads a partial");
   PLAY("zero_grad; step; clear; zero_grad; step");
   CHECK_TAPE_LACKS("keep_grads a unsharded"); /* nobody saw any */
-  PLAY("end");
 }
 
 /* The reduction takes them in, and their memory goes. The user thaws a segment:
@@ -103,7 +101,7 @@ TEST(test_partial_gradients_are_kept) {
   PLAY("sync shard; step; grad_view u partial; sync reduce; clear; step");
   CHECK_TAPE_HAS("keep_grads u partial; free ");
   CHECK_OK(fsdp_unit_set_trainable(m.units[0].unit, 1, true, NULL));
-  PLAY("zero_grad; sync shard; step; sync reduce; step; check_grads; end");
+  PLAY("zero_grad; sync shard; step; sync reduce; step; check_grads");
 }
 
 TEST(test_gradients_of_destroyed_units_are_kept) {
@@ -111,7 +109,6 @@ TEST(test_gradients_of_destroyed_units_are_kept) {
   PLAY("sync shard; step; clear; destroy b");
   CHECK_TAPE_HAS("keep_grads b partial");
   PLAY("sync none");
-  PLAY("end");
 }
 
 /* --- Gradients of frozen parameters --------------------------------------- */
@@ -129,5 +126,5 @@ TEST(test_a_gradient_of_a_frozen_segment) {
   CHECK_I64(m.grads[0].num_releases, 1);
   PLAY("state u FAILED; reset; check_sharded; zero_grad");
   CHECK_OK(fsdp_unit_set_trainable(m.units[1].unit, 1, true, NULL));
-  PLAY("step; check_grads; end");
+  PLAY("step; check_grads");
 }

@@ -42,7 +42,7 @@ TEST(test_step) {
       "wait compute e3; wait compute e7; free 64 b2; record e4 upload; "
       "wait download e4; record e5 download; synchronize e5; "
       "show_grads u sharded");
-  PLAY("check_grads; end");
+  PLAY("check_grads");
 }
 
 /* A second backward brings the sharded gradient to the device first. */
@@ -65,7 +65,7 @@ TEST(test_second_backward) {
       "wait compute e3; wait compute e7; free 64 b4; record e4 upload; "
       "wait download e4; record e5 download; synchronize e5; "
       "show_grads u sharded");
-  PLAY("check_grads; end");
+  PLAY("check_grads");
 }
 
 /* With a cast the shard comes in its own dtype to where the other rank's slot
@@ -105,7 +105,7 @@ TEST(test_casts_and_replicas) {
       "wait compute e3; wait compute e7; free 64 b2; record e4 upload; "
       "wait download e4; record e5 download; synchronize e5; "
       "show_grads u sharded");
-  PLAY("check_grads; end");
+  PLAY("check_grads");
 }
 
 /* One rank is not resident: the device has nothing until the copy. */
@@ -128,7 +128,7 @@ TEST(test_one_rank) {
       "record e3 replicate; wait compute e3; wait compute e7; free 64 b2; "
       "record e4 upload; wait download e4; record e5 download; synchronize e5; "
       "show_grads u sharded");
-  PLAY("check_grads; end");
+  PLAY("check_grads");
   options.param_dtype = RECORDER_BF16;
   start(&options);
   PLAY("eval");
@@ -140,7 +140,7 @@ TEST(test_one_rank) {
       "record e6 unshard; wait compute e6; show u unsharded; show u sharded; "
       "free 48 b1; record e4 upload; wait download e4; record e5 download; "
       "synchronize e5");
-  PLAY("step; check_grads; end");
+  PLAY("step; check_grads");
 }
 
 /* Accumulated outside of no_sync, inside it, and both. */
@@ -151,7 +151,6 @@ static void check_accumulates(const model_options *options) {
     PLAY("zero_grad; step; check_grads; sync none; step; sync reduce; step");
     PLAY("check_grads; grad_view root sharded; check_idle; optimizer");
   }
-  PLAY("end");
 }
 
 TEST(test_accumulates) {
@@ -202,7 +201,7 @@ TEST(test_host_is_joined) {
   PLAY("enter root; abandon root; optimizer");
   /* A backward that is given up, and a unit that goes in the middle of one. */
   PLAY("sync reduce; forward; pre_backward root; reset; optimizer; forward");
-  PLAY("pre_backward root; pre_backward b; grads b; destroy b; optimizer; end");
+  PLAY("pre_backward root; pre_backward b; grads b; destroy b; optimizer");
 }
 
 /* The lane on which event `name` was recorded last before `end`. */
@@ -241,7 +240,6 @@ TEST(test_uploads_do_not_wait_for_downloads) {
     CHECK_TEXT(lane, "compute");
   }
   CHECK(num_waits > 0);
-  PLAY("end");
 }
 
 /* The host goes on after a forward that a backward follows, and may not write
@@ -268,7 +266,7 @@ TEST(test_forward_does_not_wait) {
   CHECK_OK(fsdp_engine_join_host(m.engine, NULL));
   PLAY("optimizer");
   CHECK_TEXT(recorder_race(m.device), "");
-  PLAY("reset; end");
+  PLAY("reset");
 }
 
 /* In master dtype no shard has to be cast. */
@@ -281,7 +279,7 @@ TEST(test_full_precision) {
   CHECK_TAPE_HAS("copy_to_device upload 32 b1+32 <- u.shard0;");
   CHECK_TAPE_LACKS("cast");
   fsdp_unit_get_settings(m.units[0].unit)->wants_full = false;
-  PLAY("step; check_grads; end");
+  PLAY("step; check_grads");
 }
 
 /* Four ranks have room for it beside this one, on either side. */
@@ -294,7 +292,6 @@ TEST(test_stage_in_the_slots) {
     PLAY("step; optimizer; step; check_grads");
     CHECK_TAPE_HAS("alloc 64 b1"); /* 32 elements of bf16 */
     CHECK_I64(model_stats(&m).arena.peak_nbytes, 32 * 4);
-    PLAY("end");
   }
 }
 
@@ -307,7 +304,6 @@ TEST(test_stage_is_aligned) {
   recorder_show_memory(m.device, true);
   PLAY("step; optimizer; step; check_grads");
   CHECK_TAPE_HAS("copy_to_device upload 4 b1+8 <- u.shard0+8;");
-  PLAY("end");
 }
 
 /* Everything on the device is blocks. The largest holds fp32 gradients, and in
@@ -323,7 +319,6 @@ TEST(test_memory) {
   CHECK_TAPE_LACKS("host_alloc");
   CHECK_I64(recorder_live_nbytes(m.device), 0);
   CHECK_I64(model_stats(&m).grad_shard_nbytes, 128 * 4);
-  PLAY("end");
 }
 
 TEST(test_every_call_can_fail) {

@@ -24,7 +24,7 @@ TEST(test_request_before_forward) {
       "all_gather a; show a unsharded; all_gather root; show root unsharded; "
       "show a sharded; all_gather b; show b unsharded; show b sharded; "
       "show root sharded");
-  PLAY("check_sharded; end");
+  PLAY("check_sharded");
 }
 
 /* Forwards of other units leave it alone, also where it was not waited for; a
@@ -38,7 +38,7 @@ TEST(test_request_ends_with_a_backward) {
   PLAY("enter root; leave root; state a UNSHARDED; state b UNSHARDING");
   PLAY("pre_backward root; grads root; finish; check_sharded; check_idle");
   CHECK(!fsdp_unit_is_requested(unit_of(1)));
-  PLAY("zero_grad; step; end");
+  PLAY("zero_grad; step");
 }
 
 /* The block is from before the write. */
@@ -53,7 +53,7 @@ TEST(test_request_before_a_write) {
   PLAY("optimizer; clear");
   request(1);
   CHECK_SCHEDULE("show a sharded; all_gather a; show a unsharded");
-  PLAY("reset; check_sharded; end");
+  PLAY("reset; check_sharded");
 }
 
 /* Also one that versions do not count. */
@@ -63,7 +63,7 @@ TEST(test_request_before_somebody_writes) {
   CHECK(fsdp_unit_is_requested(m.units[1].unit));
   PLAY("expect_writes");
   CHECK(!fsdp_unit_is_requested(m.units[1].unit));
-  PLAY("forward; num_all_gathers 3; backward; check_grads; check_idle; end");
+  PLAY("forward; num_all_gathers 3; backward; check_grads; check_idle");
 }
 
 /* Inside another unit's forward, as a unit whose parameters that one uses. */
@@ -72,7 +72,7 @@ TEST(test_request_inside_forward) {
   PLAY("enter root");
   request(1);
   PLAY("leave root; state a UNSHARDED; pre_backward root");
-  PLAY("unexpected a 0; grads root; finish; check_sharded; check_grads; end");
+  PLAY("unexpected a 0; grads root; finish; check_sharded; check_grads");
 }
 
 TEST(test_request_is_refused) {
@@ -84,7 +84,7 @@ TEST(test_request_is_refused) {
               "unit 'a' cannot be unsharded or resharded while its "
               "parameters are summoned");
   CHECK_I64(error.remedy, FSDP_REMEDY_DISMISS);
-  PLAY("dismiss a; end");
+  PLAY("dismiss a");
 }
 
 /* --- Settings ------------------------------------------------------------ */
@@ -95,7 +95,7 @@ TEST(test_sync_of_one_unit) {
   PLAY("step");
   CHECK(fsdp_unit_holds_grads(unit_of(1)));
   CHECK(!fsdp_unit_holds_grads(unit_of(0)));
-  PLAY("sync reduce; step; check_grads; end"); /* of all units */
+  PLAY("sync reduce; step; check_grads"); /* of all units */
 }
 
 TEST(test_root_may_reshard) {
@@ -114,7 +114,6 @@ TEST(test_root_may_reshard) {
               reshards ? FSDP_UNIT_SHARDED : FSDP_UNIT_HIDDEN);
   }
   fsdp_unit_destroy(other);
-  PLAY("end");
 }
 
 /* Autograd's graph may reach the root's parameters before its output. */
@@ -137,7 +136,7 @@ TEST(test_root_is_shown_before_backward) {
   CHECK_OK(fsdp_engine_show_hidden(m.engine, false, NULL));
   PLAY("check_grads; check_idle; enter root");
   CHECK(!fsdp_engine_keeps_hidden(m.engine)); /* inside forward */
-  PLAY("leave root; end");
+  PLAY("leave root");
 }
 
 /* The block of hidden parameters goes with what autograd saved of them. */
@@ -149,7 +148,7 @@ TEST(test_hidden_parameters_are_emptied) {
   PLAY("clear; enter root"); /* the backward is dropped */
   CHECK_TAPE_HAS("empty root;");
   CHECK_TAPE_HAS("empty a;");
-  PLAY("enter a; leave a; leave root; backward; end");
+  PLAY("enter a; leave a; leave root; backward");
 }
 
 /* So it keeps its block past forwards without a backward. */
@@ -159,5 +158,5 @@ TEST(test_root_is_kept_past_an_evaluation) {
   CHECK_OK(fsdp_engine_show_hidden(m.engine, true, NULL));
   PLAY("view root unsharded; backward; check_grads; check_idle");
   PLAY("eval; check_sharded; check_idle; zero_grad"); /* of no graph now */
-  PLAY("forward; reset; eval; check_sharded; check_idle; end");
+  PLAY("forward; reset; eval; check_sharded; check_idle");
 }

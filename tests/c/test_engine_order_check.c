@@ -47,7 +47,6 @@ TEST(test_same_order_passes) {
   fsdp_engine_set_order_check(m.engine, false);
   PLAY("step");
   CHECK_I64(others.num_exchanges, 2 * (3 + 2 + 2));
-  PLAY("end");
 }
 
 /* Keeps the fingerprints that this rank sends. */
@@ -79,7 +78,7 @@ static sent run_in_order(int64_t first, int64_t second) {
     CHECK_OK(model_leave(&m, order[i], false, NULL));
   }
   PLAY("leave_eval root; reset"); /* starts anew */
-  PLAY("enter root; leave_eval root; end");
+  PLAY("enter root; leave_eval root");
   CHECK_I64(kept.num, 6);
   return kept;
 }
@@ -117,7 +116,6 @@ TEST(test_other_unit) {
   PLAY("abandon root");
   others.differs_at = -1;
   failures_check_recovers();
-  PLAY("end");
 }
 
 /* Neighbours that agree are named together. */
@@ -135,7 +133,6 @@ TEST(test_many_ranks) {
               "..first in collective 0 (iteration 1): ranks 0-1: "
               "all_gather of unit 'root'; ranks 2-3: reduce_scatter of unit "
               "'x'. All");
-  PLAY("end");
 }
 
 /* A report that does not fit is cut, not the message's end. */
@@ -157,7 +154,6 @@ TEST(test_long_names) {
   recorder_set_answer(m.device, answer, &others);
   CHECK_FAILS(model_enter(&m, 0, &error), FSDP_INVALID_STATE, error.message,
               "..rank 1: nnn");
-  PLAY("end");
 }
 
 /* A reduction that differs fails the unit. */
@@ -175,7 +171,6 @@ TEST(test_other_reduction) {
   PLAY("state a FAILED");
   others.differs_at = -1;
   failures_check_recovers();
-  PLAY("end");
 }
 
 /* Alone, a rank has nobody to ask. */
@@ -185,7 +180,6 @@ TEST(test_one_rank) {
   turn_on();
   PLAY("step");
   CHECK_TAPE_LACKS("all_gather_bytes");
-  PLAY("end");
 }
 
 TEST(test_every_call_can_fail) {

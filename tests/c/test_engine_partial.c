@@ -63,7 +63,6 @@ TEST(test_window) {
       "show_grads u sharded; keep_grads u partial; free 16 b3");
   PLAY("check_grads; grad_view u sharded");
   CHECK_I64(model_stats(&m).partial_grad_nbytes, 0);
-  PLAY("end");
 }
 
 /* --- Numbers ------------------------------------------------------------- */
@@ -92,7 +91,6 @@ static void check_windows(const model_options *options) {
     PLAY("optimizer");
   }
   CHECK_I64(fsdp_alloc_live(), num_live);
-  PLAY("end");
 }
 
 TEST(test_windows) {
@@ -135,7 +133,6 @@ TEST(test_mixed_with_no_sync) {
       PLAY("sync shard; step; check_grads"); /* beside a sharded gradient */
       PLAY("sync reduce; step; check_grads");
     }
-    PLAY("end");
   }
 }
 
@@ -166,7 +163,7 @@ TEST(test_unit_without_gradients_in_the_last) {
       step_without_b(FSDP_SYNC_REDUCE, is_entered != 0);
       PLAY("num_reduces 8; check_grads; grad_view b sharded; zero_grad");
       step_without_b(FSDP_SYNC_REDUCE, is_entered != 0); /* no more of b */
-      PLAY("num_reduces 10; no_grads b; end");
+      PLAY("num_reduces 10; no_grads b");
     }
   }
 }
@@ -181,7 +178,7 @@ TEST(test_cleared_in_between) {
   const int64_t num_reduces = model_stats(&m).num_reduces;
   step_without_b(FSDP_SYNC_REDUCE, false);
   CHECK_I64(model_stats(&m).num_reduces, num_reduces + 2);
-  PLAY("has_grads a; no_grads b; check_idle; end");
+  PLAY("has_grads a; no_grads b; check_idle");
 }
 
 /* A window that a failure cut: what took part in the broken backward is gone,
@@ -193,7 +190,7 @@ TEST(test_reset_in_between) {
   PLAY("check_sharded");
   memset(m.units[0].expected[0], 0, 8 * sizeof(double));
   memset(m.units[2].expected[0], 0, 24 * sizeof(double));
-  PLAY("sync reduce; step; check_grads; end");
+  PLAY("sync reduce; step; check_grads");
 }
 
 /* --- Moving and going ---------------------------------------------------- */
@@ -210,7 +207,7 @@ TEST(test_partial_gradient_holds_the_unit) {
   CHECK_I64(model_stats(&m).partial_grad_nbytes, 0);
   CHECK_OK(fsdp_engine_add_unit(m.engine, m.units[1].unit, NULL));
   fsdp_engine_destroy(other);
-  PLAY("zero_grad; sync shard; step; sync reduce; step; check_grads; end");
+  PLAY("zero_grad; sync shard; step; sync reduce; step; check_grads");
 }
 
 /* A unit that goes while its partial gradient is still being written. */
@@ -220,7 +217,7 @@ TEST(test_unit_goes_inside_backward) {
   PLAY("clear; destroy a");
   CHECK_TAPE_HAS("record e1 reduce; wait compute e1;");
   CHECK_TAPE_HAS("free 32;");
-  PLAY("reset; end");
+  PLAY("reset");
 }
 
 /* --- Failures ------------------------------------------------------------ */

@@ -24,7 +24,7 @@ TEST(test_backward_gathers_parts) {
   CHECK_TAPE_HAS("all_gather unshard g1 32 ");
   CHECK_TAPE_LACKS("all_gather unshard g0");
   PLAY("grads b; pre_backward a; grads a; grads root; finish");
-  PLAY("check_sharded; check_grads; step; check_grads; end");
+  PLAY("check_sharded; check_grads; step; check_grads");
 }
 
 TEST(test_parts_do_not_outlive_a_step) {
@@ -35,7 +35,7 @@ TEST(test_parts_do_not_outlive_a_step) {
     PLAY("reset; check_sharded");
     PLAY("enter root; enter a; leave a; leave root; state a PARTED");
     PLAY("pre_backward root; grads root; finish; state a SHARDED");
-    PLAY("eval; state a SHARDED; step; end");
+    PLAY("eval; state a SHARDED; step");
   }
 }
 
@@ -46,5 +46,5 @@ TEST(test_parts_by_request) {
   CHECK_OK(fsdp_unit_reshard(m.units[1].unit, NULL));
   PLAY("state a SHARDED; backward; check_grads");
   fsdp_unit_get_settings(m.units[1].unit)->keeps_part = false;
-  PLAY("forward; state a SHARDED; state b PARTED; backward; end");
+  PLAY("forward; state a SHARDED; state b PARTED; backward");
 }

@@ -44,7 +44,6 @@ TEST(test_low_precision_gradients) {
   }
   CHECK_I64(model_stats(&m).shard_nbytes, (8 + 16) * 4);
   CHECK_I64(model_stats(&m).grad_shard_nbytes, (8 + 16) * 2);
-  PLAY("end");
 }
 
 /* Wider than the parameters, reduced in fp32, with everything else that can
@@ -61,7 +60,6 @@ TEST(test_wide_gradients) {
     PLAY("step; check_grads; step; check_grads; step; check_grads");
     CHECK_TAPE_HAS("x0.25 8 f32->f64 add, 8 f32->f64 add;");
     CHECK_I64(model_stats(&m).grad_shard_nbytes, (8 + 8 + 8) * 8);
-    PLAY("end");
   }
 }
 
@@ -102,7 +100,7 @@ TEST(test_switch) {
   set_full(0, true);
   PLAY("eval"); /* the client is there already */
   CHECK_I64(model_stats(&m).arena.num_clients, 3);
-  PLAY("check_idle; end");
+  PLAY("check_idle");
 }
 
 /* What was kept in the other dtype is gathered again. */
@@ -123,14 +121,13 @@ TEST(test_switch_of_a_kept_unit) {
   PLAY("backward; check_grads");
   /* Kept between micro-batches. */
   options.keeps_without_sync = true;
-  PLAY("end");
   start_tree(&options, 1);
   PLAY("sync none; step");
   set_full(1, true);
   const int64_t num_all_gathers = model_stats(&m).num_all_gathers;
   PLAY("step");
   CHECK_I64(model_stats(&m).num_all_gathers, num_all_gathers + 1);
-  PLAY("sync reduce; step; check_grads; check_sharded; end");
+  PLAY("sync reduce; step; check_grads; check_sharded");
 }
 
 /* A prefetch in the wrong dtype is dropped, by the user as by the end. */
@@ -147,7 +144,7 @@ TEST(test_prefetch_in_the_wrong_precision) {
       "all_gather root; all_gather a; show root unsharded; all_gather a; "
       "all_gather b; show a full; show a sharded; show root sharded");
   PLAY("check_idle; eval; eval"); /* prefetched in the right one */
-  PLAY("check_idle; end");
+  PLAY("check_idle");
 }
 
 /* One rank that casts copies instead. */
@@ -161,7 +158,7 @@ TEST(test_one_rank) {
   CHECK_TAPE_HAS("pack unshard x1 8 f32->f32;");
   CHECK_TAPE_HAS("show a full;");
   set_full(1, false);
-  PLAY("step; check_grads; end");
+  PLAY("step; check_grads");
 }
 
 /* Without a cast there is no other precision: nothing happens. */
@@ -174,7 +171,6 @@ TEST(test_units_without_a_cast) {
     PLAY("eval");
     CHECK_TAPE_LACKS(" full;");
     CHECK_I64(model_stats(&m).arena.num_clients, world_size);
-    PLAY("end");
   }
   /* A cast of nothing is shown, but no parameters are gathered. */
   const model_options options = low_options();
@@ -184,7 +180,6 @@ TEST(test_units_without_a_cast) {
   CHECK_SCHEDULE(
       "show u full; hide u; show u full; show u sharded; "
       "show_grads u sharded");
-  PLAY("end");
 }
 
 /* Segments of all kinds, in forward and backward, offloaded or not. */
@@ -202,7 +197,6 @@ TEST(test_steps) {
       PLAY("zero_grad; step; check_grads; check_sharded; optimizer");
       PLAY("check_idle");
     }
-    PLAY("end");
   }
 }
 
@@ -219,7 +213,7 @@ TEST(test_move) {
   /* A reset gives back either block. */
   PLAY("forward");
   set_full(0, false);
-  PLAY("reset; check_idle; step; end");
+  PLAY("reset; check_idle; step");
 }
 
 static fsdp_status switch_and_train(fsdp_error *error) {

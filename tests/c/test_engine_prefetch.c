@@ -27,7 +27,7 @@ TEST(test_lists_of_forward) {
       "all_gather root; show root unsharded; all_gather a; show a unsharded; "
       "show a sharded; all_gather b; all_gather c; show b unsharded; "
       "show b sharded; show c unsharded; show c sharded; show root sharded");
-  PLAY("step; check_grads; end");
+  PLAY("step; check_grads");
 }
 
 /* c is reduced when b lists it. */
@@ -38,7 +38,7 @@ TEST(test_lists_of_backward) {
   PLAY("forward; clear; pre_backward root; pre_backward c");
   PLAY("state a PREFETCHED; state b PREFETCHED; grads c; pre_backward b");
   PLAY("state c REDUCING; grads b; pre_backward a; grads a; grads root");
-  PLAY("finish; check_grads; check_sharded; end");
+  PLAY("finish; check_grads; check_sharded");
 }
 
 TEST(test_a_unit_leaves_the_lists) {
@@ -59,7 +59,6 @@ TEST(test_a_unit_leaves_the_lists) {
               "engine");
   PLAY("enter root; state a PREFETCHED; state b SHARDED; leave_eval root");
   fsdp_engine_destroy(other);
-  PLAY("end");
 }
 
 /* Its parameters have shapes for the gradients, and no memory. */
@@ -80,7 +79,7 @@ TEST(test_no_unshard_in_backward) {
   CHECK_OK(fsdp_unit_pre_backward(m.units[1].unit, NULL));
   CHECK_OK(fsdp_unit_pre_forward(m.units[1].unit, true, NULL)); /* recomputed */
   PLAY("state a UNSHARDED; grads a; grads root; pre_backward b; grads b");
-  PLAY("finish; check_sharded; end");
+  PLAY("finish; check_sharded");
 }
 
 /* The next backward waits, or whoever needs the gradients. */
@@ -98,6 +97,5 @@ TEST(test_reductions_left_open) {
     CHECK_OK(fsdp_engine_join_reduces(m.engine, NULL));
     PLAY("check_grads; step; zero_grad; step; reset; step");
     CHECK_TEXT(recorder_race(m.device), "");
-    PLAY("end");
   }
 }

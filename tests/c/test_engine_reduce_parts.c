@@ -129,7 +129,6 @@ TEST(test_a_step) {
     PLAY("step; check_grads; zero_grad; optimizer; step");
     check_grads();
   }
-  PLAY("end");
 }
 
 /* Parameters without a gradient are zeros between the parts. */
@@ -139,7 +138,6 @@ TEST(test_unused) {
   PLAY("step; zero_grad; forward; pre_backward u; expect u 1; grad u 1");
   PLAY("finish");
   check_grads();
-  PLAY("end");
 }
 
 /* A block that an accumulation left is one part. */
@@ -153,7 +151,6 @@ TEST(test_kept_without_sync) {
   PLAY("step");
   CHECK_NOTES("32800B 2>1");
   check_grads();
-  PLAY("end");
 }
 
 TEST(test_partial) {
@@ -170,7 +167,6 @@ TEST(test_partial) {
   CHECK_NOTES(
       "32800B 2>1; 32800B 2>1; 32800B 2>1; 32800B 2>1; 32800B 2>1; 32800B "
       "2>1; 32800B 2>1");
-  PLAY("end");
 }
 
 /* A second gradient of a parameter is added to the first, in a block. */
@@ -180,7 +176,6 @@ TEST(test_two_gradients) {
   PLAY("finish");
   CHECK_NOTES("32800B 1>1");
   check_grads();
-  PLAY("end");
 }
 
 /* They are packed in the reduce dtype. */
@@ -190,12 +185,10 @@ TEST(test_other_dtypes) {
   start_pair(&narrow);
   PLAY("step; check_grads");
   CHECK_NOTES("32832B 1>1");
-  PLAY("end");
   const model_options same = {.param_dtype = RECORDER_BF16};
   start_pair(&same);
   PLAY("step; check_grads");
   CHECK_NOTES("16416B 2>1");
-  PLAY("end");
 }
 
 /* Ones, in bf16, that nobody expects. */
@@ -231,22 +224,21 @@ TEST(test_another_dtype_while_waiting) {
   PLAY("pre_backward x; grads x; grads root; finish");
   check_grads();
   CHECK_NOTES("32768B 1>1; 32768B 1>1; 32768B 1>1");
-  PLAY("end");
 }
 
 TEST(test_units_that_do_not) {
   const model_options scaled = {.prescale = 0.5};
   const model_options replicated = {.num_replicas = 2};
   start(&scaled);
-  PLAY("step; check_grads; end");
+  PLAY("step; check_grads");
   start(&replicated);
-  PLAY("step; check_grads; end");
+  PLAY("step; check_grads");
   start(NULL);
   can = false;
-  PLAY("step; check_grads; end");
+  PLAY("step; check_grads");
   start(NULL);
   fsdp_engine_set_order_check(m.engine, true);
-  PLAY("step; check_grads; end");
+  PLAY("step; check_grads");
   CHECK_NOTES("");
 }
 
@@ -270,7 +262,6 @@ TEST(test_marks) {
   PLAY("zero_grad; sync none; step; sync reduce; step"); /* packed marks */
   check_grads();
   CHECK(!fsdp_unit_is_unused(unit, 0) && !fsdp_unit_is_unused(unit, 1));
-  PLAY("end");
 }
 
 TEST(test_failure) {
@@ -282,7 +273,6 @@ TEST(test_failure) {
   CHECK(strstr(error.message, "rank 1 is gone") != NULL);
   PLAY("reset; zero_grad; step");
   check_grads();
-  PLAY("end");
 }
 
 /* Allocations of a first step fail, one by one. */
@@ -298,10 +288,10 @@ TEST(test_every_allocation) {
     fsdp_alloc_fail_at(-1);
     if (status == FSDP_OK) {
       CHECK(i >= 2);
-      PLAY("check_grads; end");
+      PLAY("check_grads");
       break;
     }
     CHECK_I64(status, FSDP_OUT_OF_MEMORY);
-    PLAY("reset; zero_grad; step; check_grads; end");
+    PLAY("reset; zero_grad; step; check_grads");
   }
 }

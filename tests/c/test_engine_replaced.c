@@ -27,7 +27,7 @@ TEST(test_forward_and_backward) {
   PLAY("clear");
   step();
   CHECK_TAPE_LACKS("take_params root sharded; record e1 compute;");
-  PLAY("check_grads; end");
+  PLAY("check_grads");
 }
 
 /* The copy of one unit's parameters is not ordered by the wait of another. */
@@ -48,7 +48,7 @@ TEST(test_each_unit_waits) {
         replace(false);
         PLAY("check_grads");
       }
-      PLAY("end"); /* finds races */
+      model_fini(&m); /* finds races */
     }
   }
 }
@@ -84,7 +84,7 @@ TEST(test_without_the_wait) {
              "read by unshard, not after write of shard by compute (all_gather "
              "unshard g0 8 f32)");
   recorder_clear_race(m.device);
-  PLAY("leave a; leave root; backward; end");
+  PLAY("leave a; leave root; backward");
 }
 
 /* The host copies what is in host memory; the upload needs no more. */
@@ -98,7 +98,6 @@ TEST(test_in_host_memory) {
     step();
     replace(false);
     step();
-    PLAY("end");
   }
 }
 
@@ -110,7 +109,6 @@ TEST(test_one_rank) {
     model_start_tree(&m, &options, 2);
     replace(true);
     for (int i = 0; i < 2; i++) step();
-    PLAY("end");
   }
 }
 
@@ -134,7 +132,6 @@ static void check_summon(const model_options *options,
       }
       PLAY("backward; check_grads");
       step();
-      PLAY("end");
     }
   }
 }

@@ -48,7 +48,6 @@ TEST(test_two_blocks_take_turns) {
   CHECK_I64(scratch_nbytes(), 2 * 16 * 4);
   CHECK_I64(recorder_live_nbytes(m.device),
             model_stats(&m).arena.nbytes + scratch_nbytes());
-  PLAY("end");
 }
 
 /* Of one unit the second step uses the second block. Each use waits for the
@@ -72,7 +71,6 @@ TEST(test_one_unit) {
   step();
   CHECK_TEXT(turns(), "b6 ");
   CHECK_I64(scratch_nbytes(), 2 * 16);
-  PLAY("end");
 }
 
 /* However many equal layers: two blocks, each as large as one layer. */
@@ -89,7 +87,6 @@ TEST(test_does_not_grow_with_depth) {
       step();
       CHECK_I64(scratch_nbytes(), 2 * 64 * 4);
     }
-    PLAY("end");
   }
 }
 
@@ -103,7 +100,6 @@ TEST(test_segments_of_one_unit) {
   CHECK_TAPE_HAS(
       "reduce_scatter reduce g0 8 f32 b2 scratch b3; "
       "reduce_scatter reduce g0 8 bf16 b2+256 scratch b3+256;");
-  PLAY("end");
 }
 
 /* --- How large ----------------------------------------------------------- */
@@ -117,7 +113,6 @@ TEST(test_as_large_as_the_largest_need) {
   CHECK_I64(scratch_nbytes(), 2 * 64 * 4);
   CHECK_I64(recorder_live_nbytes(m.device),
             model_stats(&m).arena.nbytes + scratch_nbytes());
-  PLAY("end");
 }
 
 /* A larger unit joins: a block that is too small for it is replaced. */
@@ -153,7 +148,6 @@ TEST(test_grows) {
   /* They outlive the unit that needed them, and go with the engine. */
   PLAY("destroy a");
   CHECK_I64(scratch_nbytes(), 2 * 256);
-  PLAY("end");
 }
 
 /* Nothing of it where nothing is reduce-scattered. */
@@ -169,7 +163,6 @@ TEST(test_nobody_needs_it) {
     }
     for (int j = 0; j < 2; j++) step();
     CHECK_I64(scratch_nbytes(), 0);
-    PLAY("end");
   }
 }
 
@@ -196,7 +189,6 @@ TEST(test_unfreezing_fails) {
     CHECK_OK(fsdp_unit_set_trainable(unit, 0, true, NULL));
     step();
     CHECK_I64(scratch_nbytes(), 2 * 64 * 4);
-    PLAY("end");
   }
   CHECK(num_refused > 0);
 }
@@ -224,7 +216,7 @@ TEST(test_every_call_can_fail_before_the_end) {
       recorder_fail_at(m.device, i);
       const fsdp_status status = failures_step(FSDP_SYNC_REDUCE, &error);
       recorder_fail_at(m.device, -1);
-      PLAY("end"); /* finds races, too */
+      model_fini(&m); /* finds races, too */
       if (check_num_failures > num_failures) {
         printf("  call %" PRId64 " after %d steps: %s\n", i, num_before,
                error.message);

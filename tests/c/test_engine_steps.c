@@ -19,7 +19,7 @@ TEST(test_full_shard) {
       "record e7 reduce; record e2 reduce; wait compute e2; "
       "record e3 replicate; wait compute e3; wait compute e7; free 32; "
       "show_grads root sharded");
-  PLAY("check_grads; check_sharded; end");
+  PLAY("check_grads; check_sharded");
 }
 
 /* One rank in the shard group: the shard is the parameter. */
@@ -36,7 +36,7 @@ TEST(test_no_shard) {
       "record e7 replicate; record e2 reduce; wait compute e2; "
       "record e3 replicate; wait compute e3; wait compute e7; free 32; "
       "show_grads root sharded");
-  PLAY("check_grads; num_all_gathers 0; end");
+  PLAY("check_grads; num_all_gathers 0");
 }
 
 /* The all-reduce of the pieces follows the reduce-scatter on its own lane. */
@@ -58,7 +58,7 @@ TEST(test_hybrid) {
       "accumulate replicate x0.125 4 f32->f32 ? <- b2+16; record e7 replicate; "
       "record e2 reduce; wait compute e2; record e3 replicate; "
       "wait compute e3; wait compute e7; free 32 b2; show_grads root sharded");
-  PLAY("check_grads; end");
+  PLAY("check_grads");
 }
 
 /* The cast writes into the rank's slot of the block, which is gathered in
@@ -90,7 +90,7 @@ TEST(test_casts) {
       "accumulate reduce x1 8 f32->f32 grad <- b2+32; record e7 reduce; "
       "record e2 reduce; wait compute e2; record e3 replicate; "
       "wait compute e3; wait compute e7; free 64 b2; show_grads u sharded");
-  PLAY("check_grads; end");
+  PLAY("check_grads");
 }
 
 /* One rank that casts has a block of its own, but nobody to gather from. */
@@ -109,7 +109,7 @@ TEST(test_one_rank_with_casts) {
       "accumulate reduce x1 8 bf16->f32; record e7 reduce; record e2 reduce; "
       "wait compute e2; record e3 replicate; wait compute e3; wait compute e7; "
       "free 16; show_grads u sharded");
-  PLAY("check_grads; end");
+  PLAY("check_grads");
 }
 
 /* Four segments: one grouped all-gather; the frozen two have no gradient. See
@@ -141,5 +141,4 @@ TEST(test_mixed_segments) {
   const fsdp_engine_stats stats = model_stats(&m);
   CHECK_I64(stats.shard_nbytes, 8 * 4 + 4 * 4 + 8 * 2 + 16);
   CHECK_I64(stats.grad_shard_nbytes, 8 * 4 + 8 * 2);
-  PLAY("end");
 }

@@ -76,7 +76,6 @@ TEST(test_first_rank) {
       "group_end unshard g0; record e6 unshard; wait compute e6; "
       "pack compute x1 8 f32->f32 shard <- b3; record e1 compute; "
       "wait unshard e1; free 64 b3");
-  PLAY("end");
 }
 
 /* Rank 1 helps to gather, gives the memory back, and gets what rank 0 wrote. */
@@ -98,7 +97,6 @@ TEST(test_other_rank) {
       "record e6 unshard; wait compute e6; "
       "pack compute x1 8 f32->f32 shard <- b4+32; record e1 compute; "
       "wait unshard e1; free 64 b4");
-  PLAY("end");
 }
 
 /* Shards and whole parameters in host memory, the device in between. */
@@ -130,7 +128,6 @@ TEST(test_offloaded_on_host_with_gradients) {
       "synchronize e6; record e1 compute; wait unshard e1; "
       "take_full_grads u full_on_host; grad_shard u 0; record e6 compute; "
       "synchronize e6; show_grads u sharded; host_free h1; host_free h2");
-  PLAY("end");
 }
 
 /* One rank with replicas: the shard itself is what is broadcast. */
@@ -145,7 +142,7 @@ TEST(test_resident_on_first_rank) {
       "wait unshard e1; group_begin unshard g0; "
       "broadcast unshard g0 8 f32 from 0 shard; group_end unshard g0; "
       "record e6 unshard; wait compute e6");
-  PLAY("step; end");
+  PLAY("step");
 }
 
 /* --- Numbers ------------------------------------------------------------- */
@@ -225,7 +222,6 @@ static void check_combination(const model_options *options, int bits,
     PLAY("step"); /* added to what was written */
     PLAY("check_grads");
   }
-  PLAY("end");
 }
 
 TEST(test_combinations) {
@@ -258,7 +254,6 @@ TEST(test_gradients_of_the_first_rank) {
   for (int64_t i = 0; i < NUMEL; i++) {
     CHECK(grads[i] == (float)(40 + NUMEL + i));
   }
-  PLAY("end");
 }
 
 /* --- Gradients that are not there ---------------------------------------- */
@@ -273,7 +268,7 @@ TEST(test_no_gradients) {
   PLAY("no_grads u; dismiss u; no_grads u");
   CHECK_TAPE_HAS("all_gather_bytes g0 1;");
   CHECK_TAPE_LACKS("take_full_grads");
-  PLAY("step; check_grads; end");
+  PLAY("step; check_grads");
 }
 
 /* Only another rank has some: this one's piece is zero. Without a write-back it
@@ -297,7 +292,6 @@ TEST(test_gradients_of_another_rank) {
     recorder_set_grads_live(m.device, true);
     PLAY("dismiss u; grad_view u sharded");
     CHECK(grad_shard()[0] == 16 + NUMEL);
-    PLAY("end");
   }
 }
 
@@ -320,7 +314,7 @@ TEST(test_cleared_gradients) {
     CHECK_TAPE_HAS(rank == 0 ? "take_full_grads u full; all_gather_bytes g0 1;"
                              : "take_grads u; all_gather_bytes g0 1;");
     CHECK_TAPE_LACKS("show_grads");
-    PLAY("zero_grad; step; check_grads; end");
+    PLAY("zero_grad; step; check_grads");
   }
 }
 
@@ -370,7 +364,6 @@ static bool fail_call(const model_options *options, int bits, int64_t index) {
   CHECK_I64(model_blocks_besides_arena(&m), num_blocks);
   CHECK_I64(unit->view, FSDP_VIEW_SHARDED);
   failures_check_recovers();
-  PLAY("end");
   return num_calls > index;
 }
 
@@ -411,7 +404,6 @@ TEST(test_every_allocation_can_fail) {
       PLAY("dismiss u");
     }
     failures_check_recovers();
-    PLAY("end");
     if (status != FSDP_OK) {
       CHECK_I64(status, FSDP_OUT_OF_MEMORY);
       continue;

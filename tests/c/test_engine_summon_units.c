@@ -21,7 +21,7 @@ TEST(test_unreduced_gradients_stay) {
     CHECK_I64(m.units[0].grad_view, view);
     PLAY("check_grads");
     CHECK_OK(failures_step(FSDP_SYNC_REDUCE, NULL));
-    PLAY("check_grads; end");
+    PLAY("check_grads");
   }
 }
 
@@ -41,7 +41,7 @@ TEST(test_mixed_segments) {
       /* Nothing is shown on the other rank that could be written back. */
       CHECK_OK(
           fsdp_unit_dismiss(m.units[0].unit, is_shown_here(bits, rank), NULL));
-      PLAY("step; check_grads; end");
+      PLAY("step; check_grads");
     }
   }
 }
@@ -59,7 +59,7 @@ TEST(test_units_without_elements) {
       PLAY("dismiss u");
       CHECK_TAPE_LACKS("alloc");
       CHECK_TAPE_LACKS("broadcast");
-      PLAY("step; end");
+      PLAY("step");
     }
   }
 }
@@ -79,7 +79,7 @@ TEST(test_summoned_unit_goes) {
       } else {
         PLAY("destroy root");
       }
-      PLAY("view root sharded; grad_view root sharded; end");
+      PLAY("view root sharded; grad_view root sharded");
     }
   }
 }
@@ -99,7 +99,7 @@ TEST(test_every_call_of_going_can_fail) {
       recorder_fail_at(m.device, -1);
       m.units[0].unit = NULL;
       const int64_t num_calls = recorder_num_calls(m.device) - num_before;
-      PLAY("view root sharded; end");
+      PLAY("view root sharded");
       if (num_calls <= i) break;
     }
   }

@@ -29,7 +29,7 @@ TEST(test_frozen_unit_is_unfrozen) {
       PLAY("sync reduce; step; check_grads");
     }
     PLAY("num_reduces 11; has_grads frozen; zero_grad");
-    PLAY("sync shard; step; check_grads; sync reduce; step; check_grads; end");
+    PLAY("sync shard; step; check_grads; sync reduce; step; check_grads");
   }
 }
 
@@ -50,7 +50,7 @@ TEST(test_frozen_segment_is_unfrozen) {
   const fsdp_summon_options with_grads = {.with_grads = true};
   CHECK_OK(fsdp_unit_summon(m.units[0].unit, &with_grads, NULL));
   CHECK(m.units[0].grads[1] != NULL && m.units[0].grads[3] == NULL);
-  PLAY("dismiss u; step; check_grads; end");
+  PLAY("dismiss u; step; check_grads");
 }
 
 /* What is frozen is not reduced; its memory stays, and serves again. */
@@ -72,7 +72,6 @@ TEST(test_segments_are_frozen) {
   const int64_t num_clients = model_stats(&m).arena.num_clients;
   PLAY("step; check_grads");
   CHECK_I64(model_stats(&m).arena.num_clients, num_clients);
-  PLAY("end");
 }
 
 /* Not while gradients are held: to freeze waits, to unfreeze is refused. */
@@ -97,7 +96,7 @@ TEST(test_held_gradients) {
     CHECK_I64(set_trainable(0, 0, true, NULL), FSDP_INVALID_STATE);
     PLAY("reset");
     CHECK_OK(set_trainable(0, 0, true, NULL));
-    PLAY("zero_grad; step; check_grads; end");
+    PLAY("zero_grad; step; check_grads");
   }
 }
 
@@ -107,14 +106,14 @@ TEST(test_without_an_engine) {
   fsdp_engine_destroy(m.engine);
   CHECK_OK(set_trainable(0, 0, false, NULL));
   model_join_new_engine(&m);
-  PLAY("step; check_grads; no_grads root; has_grads a; end");
+  PLAY("step; check_grads; no_grads root; has_grads a");
 
   failures_plan(NULL);
   model_start(&m);
   fsdp_engine_destroy(m.engine);
   CHECK_OK(set_trainable(2, 0, true, NULL));
   model_join_new_engine(&m);
-  PLAY("step; check_grads; end");
+  PLAY("step; check_grads");
 }
 
 /* A unit whose gradients do not fit stays as it was. */

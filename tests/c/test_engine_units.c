@@ -32,7 +32,6 @@ TEST(test_unit_refuses_wrong_groups) {
   check_unit_refused(
       &options, FSDP_INVALID_ARGUMENT,
       "unit 'u': rank 0 is outside the replica group of 0 ranks");
-  PLAY("end");
 }
 
 /* bf16 elements that fit in int64 bytes do not fit as fp64 gradients. */
@@ -77,7 +76,6 @@ TEST(test_names_and_engine_of_a_unit) {
         fsdp_unit_name(m.units[0].unit));
   fsdp_unit_destroy(NULL);
   fsdp_engine_destroy(NULL);
-  PLAY("end");
 }
 
 /* Sums of bytes: 4 + 8 fp32 elements on each of two ranks. */
@@ -95,7 +93,6 @@ TEST(test_stats_are_sums) {
   CHECK_I64(stats.arena.num_clients, 4);
   CHECK_I64(stats.arena.nbytes, recorder_live_nbytes(m.device));
   CHECK_I64(stats.arena.held_nbytes, 0);
-  PLAY("end");
 }
 
 TEST(test_units_move_to_another_engine) {
@@ -120,7 +117,7 @@ TEST(test_units_move_to_another_engine) {
   PLAY("num_units 0");
   fsdp_engine_destroy(m.engine);
   m.engine = other;
-  PLAY("step; check_grads; optimizer; step; check_grads; end");
+  PLAY("step; check_grads; optimizer; step; check_grads");
 }
 
 TEST(test_units_cannot_be_added_inside_a_step) {
@@ -137,7 +134,7 @@ TEST(test_units_cannot_be_added_inside_a_step) {
   PLAY("leave_eval root");
   CHECK_OK(fsdp_engine_add_unit(m.engine, m.units[1].unit, NULL));
   fsdp_engine_destroy(other);
-  PLAY("step; end");
+  PLAY("step");
 }
 
 /* A unit that is destroyed leaves the engine able to go on, and nothing of
@@ -150,7 +147,6 @@ TEST(test_destroyed_units_leave_no_trace) {
                            text, sizeof text);
   CHECK(strstr(text, " b\n") == NULL);
   CHECK(strstr(text, " all_gather root\n") != NULL);
-  PLAY("end");
 }
 
 TEST(test_engine_may_go_before_its_units) {
@@ -175,7 +171,7 @@ TEST(test_engine_may_go_before_its_units) {
               FSDP_INVALID_STATE, error.message,
               "the parameters of unit 'root' cannot be summoned "
               "before it was added to an engine");
-  PLAY("abandon root; end");
+  PLAY("abandon root");
 }
 
 /* Unsharded gradients go with the engine whose block they are in: in another
@@ -187,7 +183,7 @@ TEST(test_unsharded_gradients_go_with_the_engine) {
   fsdp_engine_destroy(m.engine);
   CHECK(!fsdp_unit_holds_grads(m.units[1].unit));
   model_join_new_engine(&m);
-  PLAY("zero_grad; step; check_grads; end");
+  PLAY("zero_grad; step; check_grads");
 }
 
 /* A gather that is still in flight ends before its block is used again. */
@@ -197,7 +193,7 @@ TEST(test_destroyed_while_in_flight) {
   PLAY("eval; enter root; state a PREFETCHED; clear; destroy a");
   CHECK_TAPE_HAS(" unshard;");
   CHECK_TAPE_LACKS(" compute;");
-  PLAY("leave_eval root; end");
+  PLAY("leave_eval root");
 }
 
 /* --- Summon -------------------------------------------------------------- */
@@ -228,7 +224,6 @@ TEST(test_summon_and_write_back) {
       "take_params u full; show u sharded; pack compute x1 8 f32->f32; "
       "record e1 compute; wait unshard e1; free 64");
   CHECK_I64(model_stats(&m).arena.num_allocs, 0);
-  PLAY("end");
 }
 
 TEST(test_dismiss_without_writeback) {
@@ -240,7 +235,6 @@ TEST(test_dismiss_without_writeback) {
   CHECK_OK(fsdp_unit_dismiss(unit, false, NULL));
   CHECK(((float *)m.units[0].shards[0])[0] == 0);
   CHECK_TAPE("show root sharded; free 32");
-  PLAY("end");
 }
 
 /* One rank: a copy when the parameters are cast; the shard itself when not. */
@@ -251,7 +245,6 @@ TEST(test_summon_on_one_rank) {
   CHECK_TAPE(
       "take_params root sharded; take_params root sharded"); /* the user may
                                                                 write to it */
-  PLAY("end");
 
   options.param_dtype = RECORDER_BF16;
   model_open(&options, "root 8");
@@ -261,7 +254,6 @@ TEST(test_summon_on_one_rank) {
   CHECK(((float *)m.units[0].shards[0])[3] == 55);
   CHECK_TAPE_HAS("pack compute x1 8 f32->f32;");
   CHECK_TAPE_LACKS("all_gather");
-  PLAY("end");
 }
 
 /* A summoned unit runs on the whole parameters; the others as always. */
@@ -273,7 +265,7 @@ TEST(test_forward_of_a_summoned_unit) {
   PLAY("view a full; drop a; step; summon a");
   fsdp_unit_destroy(m.units[1].unit); /* dismisses it */
   m.units[1].unit = NULL;
-  PLAY("view a sharded; end");
+  PLAY("view a sharded");
 }
 
 static void check_summon_refused(int64_t unit, const char *message) {
@@ -305,5 +297,5 @@ TEST(test_summon_at_the_wrong_moment) {
               "summoned");
   CHECK_I64(error.remedy, FSDP_REMEDY_DISMISS);
   PLAY("dismiss root; backward"); /* gathers the root again */
-  PLAY("check_grads; end");
+  PLAY("check_grads");
 }

@@ -53,7 +53,6 @@ TEST(test_tape) {
 
   PLAY("zero_grad; step; check_grads"); /* the answer is of the last one */
   CHECK(!is_unused(0) && !is_unused(1));
-  PLAY("end");
 }
 
 /* Sums to which other ranks have added. */
@@ -73,7 +72,6 @@ TEST(test_what_another_rank_uses_is_used) {
   model_start(&m);
   PLAY("forward; pre_backward u; expect u 1; grad u 0; finish; check_grads");
   CHECK(!is_unused(0) && !is_unused(1) && is_unused(2));
-  PLAY("end");
 }
 
 /* Sums that are all 0. */
@@ -94,7 +92,6 @@ TEST(test_what_this_rank_uses_is_used) {
   model_start(&m);
   PLAY("forward; pre_backward u; expect u 1; grad u 0; finish; check_grads");
   CHECK(!is_unused(0) && is_unused(1));
-  PLAY("end");
 }
 
 /* A gradient of an earlier micro-batch counts, held whole or as a partial one.
@@ -121,7 +118,6 @@ static void check_micro_batches(const model_options *options, bool is_host) {
   PLAY("sync reduce; forward; pre_backward u; expect u 1; grad u 0");
   PLAY("finish; check_grads");
   CHECK(!is_unused(0) && is_unused(1));
-  PLAY("end");
 }
 
 TEST(test_micro_batches) {
@@ -150,7 +146,6 @@ TEST(test_one_wait_for_all) {
   CHECK(wait != NULL && strstr(wait + 1, "synchronize") == NULL);
   CHECK(is_unused(0));
   CHECK(fsdp_unit_is_unused(m.units[1].unit, 1));
-  PLAY("end");
 }
 
 /* Nested backwards reduce a unit twice: what the first one had is used. */
@@ -161,7 +156,6 @@ TEST(test_two_reductions_in_one_backward) {
   CHECK(!is_unused(0) && !is_unused(1));
   PLAY("zero_grad; forward; pre_backward u; expect u 1; grad u 0; finish");
   CHECK(!is_unused(0) && is_unused(1)); /* of the next backward */
-  PLAY("end");
 }
 
 /* Zeros take part for what this rank did not use, also for all of a unit. */
@@ -177,7 +171,6 @@ TEST(test_filled) {
   fsdp_unit_get_settings(m.units[0].unit)->fills_unused = false;
   PLAY("zero_grad; forward; clear; pre_backward u; finish; no_grads u");
   CHECK_TAPE_LACKS("reduce_scatter");
-  PLAY("end");
 }
 
 /* Frozen parameters are not missed; the marks come with the first that is
@@ -190,7 +183,6 @@ TEST(test_frozen) {
   CHECK_OK(fsdp_unit_set_trainable(m.units[0].unit, 0, true, NULL));
   PLAY("forward; pre_backward u; expect u 1; grad u 1; finish; check_grads");
   CHECK(is_unused(0) && !is_unused(1));
-  PLAY("end");
 
   init(NULL);
   model_plan_mixed(&m, "u");
@@ -201,7 +193,6 @@ TEST(test_frozen) {
   PLAY("zero_grad; forward; pre_backward u; expect u 2; grad u 4; grad u 2");
   PLAY("finish; check_grads");
   CHECK(is_unused(0) && is_unused(1) && !is_unused(2) && !is_unused(4));
-  PLAY("end");
 }
 
 /* A unit whose parameters were all frozen when it was made. */
@@ -213,7 +204,6 @@ TEST(test_thawed) {
   CHECK_OK(fsdp_unit_set_trainable(m.units[0].unit, 0, true, NULL));
   PLAY("forward; pre_backward u; expect u 1; grad u 1; finish; check_grads");
   CHECK(is_unused(0) && !is_unused(1));
-  PLAY("end");
 }
 
 static fsdp_status train(fsdp_error *error) {
@@ -253,5 +243,5 @@ TEST(test_a_capture_is_refused) {
   CHECK_FAILS(model_give_grad(&m, 0, 0, true, &error), FSDP_INVALID_STATE,
               error.message, "..all trainable parameters can be captured");
   fsdp_engine_end_capture(m.engine);
-  PLAY("reset; step; check_grads; end");
+  PLAY("reset; step; check_grads");
 }

@@ -104,7 +104,6 @@ static void start(int64_t max_steps) {
 static void end(void) {
   CHECK_OK(fsdp_engine_set_timeline(m.engine, NULL, NULL));
   fsdp_timeline_destroy(ring);
-  PLAY("end");
 }
 
 /* One line an entry: kind, unit, flags. Steps are left out. */
