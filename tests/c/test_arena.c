@@ -5,34 +5,69 @@
 #include <stdlib.h>
 
 #include "arena/arena.h"
-#include "arena_fixture.h"
+#include "base/alloc.h"
 #include "check.h"
 #include "every_allocation.h"
 #include "recorder.h"
 
-/* Of the running test, which opens and ends them. */
+/* Of the running test. */
 static recorder *device;
 static fsdp_arena *arena;
 
-/* Clients that need so many bytes: "64 32". */
-static void arena_open(const char *nbytes, bool is_host) {
-  int64_t needs[8];
-  int64_t num_clients = 0;
-  for (char *at = NULL; *nbytes != '\0'; nbytes = at) {
-    needs[num_clients++] = strtoll(nbytes, &at, 10);
-  }
+static void end(void) {
+  if (device == NULL) return;
+  CHECK_TEXT(recorder_race(device), "");
+  fsdp_arena_destroy(arena);
+  CHECK_I64(recorder_live_blocks(device), 0);
+  CHECK_I64(recorder_live_events(device), 0);
+  CHECK_I64(fsdp_alloc_live(), 0);
+  recorder_destroy(device);
+  arena = NULL;
+  device = NULL;
+}
+
+/* A device that has no arena yet; the next one, or the end of the test, ends
+ * both. */
+static void open_device(bool is_host) {
+  end();
+  check_at_end(end);
   device = recorder_create();
   recorder_set_host(device, is_host);
-  arena = arena_fixture_create(device, needs, num_clients);
+}
+
+/* Clients that need so many bytes: "64 32". */
+static void arena_open(const char *nbytes, bool is_host) {
+  open_device(is_host);
+  CHECK_OK(fsdp_arena_create(recorder_ops(device), &arena, NULL));
+  int64_t num_clients = 0;
+  for (char *at = NULL; *nbytes != '\0'; nbytes = at) {
+    int64_t client = -1;
+    CHECK_OK(
+        fsdp_arena_add_client(arena, strtoll(nbytes, &at, 10), &client, NULL));
+    CHECK_I64(client, num_clients++);
+  }
+}
+
+static void *take(int64_t client) {
+  void *data = NULL;
+  CHECK_OK(fsdp_arena_take(arena, client, FSDP_LANE_UNSHARD, &data, NULL));
+  CHECK(data != NULL && data == fsdp_arena_data(arena, client));
+  return data;
+}
+
+static void give(int64_t client) {
+  CHECK_OK(fsdp_arena_give(arena, client, FSDP_LANE_COMPUTE, NULL));
+  CHECK(fsdp_arena_data(arena, client) == NULL);
+}
+
+static fsdp_arena_stats get_stats(void) {
+  fsdp_arena_stats stats;
+  fsdp_arena_get_stats(arena, &stats);
+  return stats;
 }
 
 static void play_word(const char *word, int64_t number) {
-  if (strcmp(word, "end") == 0) { /* there may be no arena */
-    CHECK_TEXT(recorder_race(device), "");
-    arena_fixture_destroy(arena, device);
-    return;
-  }
-  const fsdp_arena_stats stats = arena_fixture_stats(arena);
+  const fsdp_arena_stats stats = get_stats();
   void *data = NULL;
   const struct {
     const char *word;
@@ -43,11 +78,11 @@ static void play_word(const char *word, int64_t number) {
       {"peak_nbytes", stats.peak_nbytes}, {"num_allocs", stats.num_allocs},
       {"num_frees", stats.num_frees}};
   if (strcmp(word, "take") == 0) {
-    (void)arena_fixture_take(arena, number);
+    (void)take(number);
   } else if (strcmp(word, "pack") == 0) { /* a take on COMPUTE */
     CHECK_OK(fsdp_arena_take(arena, number, FSDP_LANE_COMPUTE, &data, NULL));
   } else if (strcmp(word, "give") == 0) {
-    arena_fixture_give(arena, number);
+    give(number);
   } else if (strcmp(word, "reduce") == 0) { /* a give on REDUCE */
     CHECK_OK(fsdp_arena_give(arena, number, FSDP_LANE_REDUCE, NULL));
   } else if (strcmp(word, "reserve") == 0) {
@@ -55,7 +90,7 @@ static void play_word(const char *word, int64_t number) {
   } else if (strcmp(word, "unreserve") == 0) {
     fsdp_arena_unreserve(arena);
   } else if (strcmp(word, "settle") == 0) {
-    arena_fixture_settle(arena);
+    CHECK_OK(fsdp_arena_settle(arena, NULL));
   } else if (strcmp(word, "trim") == 0) {
     (void)fsdp_arena_trim(arena);
   } else if (strcmp(word, "clear") == 0) {
@@ -108,15 +143,15 @@ TEST(test_wrong_moments) {
   CHECK_FAILS(fsdp_arena_resize_client(arena, 0, 128, &error),
               FSDP_INVALID_STATE, error.message,
               "arena client 0 cannot be resized: it holds a block");
-  ARENA("num_clients 1; end"); /* the block that is still held, too */
+  ARENA("num_clients 1"); /* the block that is still held, too */
   fsdp_arena_destroy(NULL);
 }
 
 TEST(test_resized_client) {
   arena_open("32", false);
   CHECK_OK(fsdp_arena_resize_client(arena, 0, 128, NULL));
-  memset(arena_fixture_take(arena, 0), 1, 128); /* ASan sees whether it fits */
-  ARENA("nbytes 128; give 0; end");
+  memset(take(0), 1, 128); /* ASan sees whether it fits */
+  ARENA("nbytes 128; give 0");
 }
 
 /* --- A device with streams ----------------------------------------------- */
@@ -130,7 +165,6 @@ TEST(test_a_gather) {
   CHECK_LINES(recorder_tape(device),
               "event e1; alloc 64 b1; record e1 compute; wait unshard e1; "
               "free 64 b1");
-  ARENA("end");
 }
 
 /* Allocated a unit ahead: the gather waits for what COMPUTE had then. Another
@@ -147,7 +181,6 @@ TEST(test_a_reserved_block) {
   ARENA("reserve 32; reserve 64; nbytes 160; unreserve; nbytes 96; clear");
   ARENA("give 0; give 1; unreserve; num_blocks 0");
   CHECK_LINES(recorder_tape(device), "free 64; free 32");
-  ARENA("end");
 }
 
 /* One reduction runs beside the backward of the next unit, whose gradients take
@@ -161,14 +194,14 @@ TEST(test_a_reduction) {
               "wait compute e1; free 64; alloc 64; free 64");
   ARENA("reduce 1; clear; settle; nbytes 0");
   CHECK_LINES(recorder_tape(device), "wait compute e1; free 64");
-  ARENA("peak_nbytes 128; end");
+  ARENA("peak_nbytes 128");
 }
 
 /* A unit that is reduced twice takes a block while the first one leaves. */
 TEST(test_two_blocks_of_a_client_leave) {
   arena_open("64 64", false);
   ARENA("take 0; reduce 0; take 0; reduce 0; num_blocks 2; pack 1");
-  ARENA("num_blocks 1; give 1; num_blocks 0; end");
+  ARENA("num_blocks 1; give 1; num_blocks 0");
 }
 
 /* Memory that is short: what leaves and what is reserved goes, and then the
@@ -185,20 +218,20 @@ TEST(test_little_memory) {
   CHECK(fsdp_arena_data(arena, 1) == NULL);
   CHECK(!fsdp_arena_trim(arena));
   recorder_limit_memory(device, 0);
-  ARENA("take 1; end");
+  ARENA("take 1");
 }
 
 /* --- A host -------------------------------------------------------------- */
 
 TEST(test_a_host_keeps_one_block_of_a_size) {
   arena_open("64 64 64 32", true);
-  void *first = arena_fixture_take(arena, 0);
-  void *second = arena_fixture_take(arena, 1);
+  void *first = take(0);
+  void *second = take(1);
   ARENA("give 0; give 1; num_blocks 1"); /* the second: it is in the caches */
-  CHECK(arena_fixture_take(arena, 2) == second);
+  CHECK(take(2) == second);
   ARENA("give 2; take 3; num_blocks 1; nbytes 32"); /* 64 is of no use */
   ARENA("give 3; nbytes 32; settle; nbytes 0; held_nbytes 0");
-  ARENA("num_allocs 3; num_frees 3; reserve 64; num_blocks 0; end");
+  ARENA("num_allocs 3; num_frees 3; reserve 64; num_blocks 0");
   (void)first;
 }
 
@@ -209,7 +242,6 @@ TEST(test_a_host_waits) {
   CHECK_LINES(recorder_tape(device), "wait unshard e1");
   ARENA("reduce 1; clear; trim");
   CHECK_LINES(recorder_tape(device), "wait compute e1; free 64");
-  ARENA("end");
 }
 
 /* --- Failures ------------------------------------------------------------ */
@@ -252,9 +284,7 @@ done:
 
 static void live_with_failures(bool is_host) {
   for (int64_t i = 0;; i++) {
-    device = recorder_create();
-    recorder_set_host(device, is_host);
-    arena = NULL;
+    open_device(is_host);
     fsdp_error error = {0};
     recorder_fail_at(device, i);
     const fsdp_status status = live(&error);
@@ -265,18 +295,15 @@ static void live_with_failures(bool is_host) {
       CHECK_I64(error.status, status);
       CHECK(strncmp(error.message, "injected at ", 12) == 0);
       /* The arena goes on: a full step works after it. */
-      const int64_t num_clients =
-          arena == NULL ? 0 : arena_fixture_stats(arena).num_clients;
+      const int64_t num_clients = arena == NULL ? 0 : get_stats().num_clients;
       for (int64_t client = 0; client < num_clients; client++) {
-        if (fsdp_arena_data(arena, client) != NULL)
-          arena_fixture_give(arena, client);
-        (void)arena_fixture_take(arena, client);
-        arena_fixture_give(arena, client);
+        if (fsdp_arena_data(arena, client) != NULL) give(client);
+        (void)take(client);
+        give(client);
       }
       ARENA("unreserve; settle; num_blocks 0");
     }
     recorder_clear_race(device); /* after a wait that failed */
-    ARENA("end");
     if (!has_failed) {
       CHECK_OK(status);
       break;
@@ -291,10 +318,9 @@ TEST(test_every_port_call_can_fail) {
 
 static fsdp_status live_and_end(void *context, fsdp_error *error) {
   (void)context;
-  device = recorder_create();
-  arena = NULL;
+  open_device(false);
   const fsdp_status status = live(error);
-  ARENA("end");
+  end();
   return status;
 }
 

@@ -22,7 +22,7 @@ typedef struct saved {
   fsdp_offload_item *item;
 } saved;
 
-/* Of the running test, which opens and ends them. */
+/* Of the running test. */
 static recorder *device;
 static fsdp_offload *offload;
 static saved items[MAX_ITEMS];
@@ -202,14 +202,24 @@ static fsdp_status play(const char *script, fsdp_error *error) {
 
 #define PLAY(script) CHECK_OK(play((script), NULL))
 
-static void begin(void) {
-  device = recorder_create();
-  CHECK_OK(create(NULL));
-}
-
 static void finish(void) {
+  if (device == NULL) return;
   end();
   recorder_destroy(device);
+  device = NULL;
+}
+
+/* A device that has no offload yet; the next one, or the end of the test, ends
+ * both. */
+static void open_device(void) {
+  finish();
+  check_at_end(finish);
+  device = recorder_create();
+}
+
+static void begin(void) {
+  open_device();
+  CHECK_OK(create(NULL));
 }
 
 /* Forward and backward of three units that save 100, 200 and 300 bytes. */
@@ -248,7 +258,6 @@ TEST(test_a_step_on_the_lanes) {
   PLAY("enter; save 100; enter");
   CHECK_HAS(recorder_tape(device), "record e1 upload; wait download e1");
   CHECK_LACKS(recorder_tape(device), "host_alloc");
-  finish();
 }
 
 TEST(test_a_step_allocates_nothing_once_it_has_enough) {
@@ -261,7 +270,6 @@ TEST(test_a_step_allocates_nothing_once_it_has_enough) {
     CHECK_LACKS(recorder_tape(device), "event");
   }
   PLAY("downloads 8; uploads 8");
-  finish();
 }
 
 TEST(test_the_last_groups_stay) {
@@ -269,13 +277,11 @@ TEST(test_the_last_groups_stay) {
   PLAY("keep 2; " FORWARD
        "; device 500; downloads 1; read 2; uploads 0; "
        "read 1; uploads 1; device 600; read 0; finish");
-  finish();
   begin();
   PLAY("keep 3; " FORWARD
        "; device 600; downloads 0; keep 0; enter; "
        "downloads 3; leave; device 0");
   PLAY("read 2; read 1; read 0; finish; held 600; device 0");
-  finish();
 }
 
 TEST(test_units_that_save_nothing_are_no_groups) {
@@ -284,7 +290,6 @@ TEST(test_units_that_save_nothing_are_no_groups) {
       "enter; enter; save 100; enter; enter; enter; device 100; downloads 1; "
       "leave; leave; device 0; save 10; drop 1; enter; enter; read 0; "
       "device 100");
-  finish();
 }
 
 TEST(test_what_others_hold_goes_later) {
@@ -294,10 +299,8 @@ TEST(test_what_others_hold_goes_later) {
       "enter; device 70; downloads 2; unshare 1; save 10; enter; leave; "
       "downloads 4; device 0");
   PLAY("read 3; device 80; read 2; device 180; read 1; read 0; finish");
-  finish();
   begin();
   PLAY("save 100; share 0; enter; save 10; enter; drop 0; leave; downloads 1");
-  finish();
 }
 
 TEST(test_an_item_that_is_saved_again_goes_with_the_later_unit) {
@@ -306,7 +309,6 @@ TEST(test_an_item_that_is_saved_again_goes_with_the_later_unit) {
       "keep 2; save 100; enter; again 0; save 10; enter; downloads 0; "
       "save 20; enter; downloads 2; again 0; leave; device 20; held 110; "
       "read 0; device 130");
-  finish();
 }
 
 TEST(test_a_backward_that_runs_twice) {
@@ -318,7 +320,6 @@ TEST(test_a_backward_that_runs_twice) {
         "finish; device 300; held 300");
   }
   PLAY("uploads 4; downloads 2; drop 2; drop 1; drop 0; held 0");
-  finish();
 }
 
 TEST(test_what_came_back_for_nothing_goes) {
@@ -326,7 +327,6 @@ TEST(test_what_came_back_for_nothing_goes) {
   PLAY(FORWARD
        "; read 2; device 500; finish; device 300; read 1; device 600; "
        "finish; device 300; uploads 3; drop 0; drop 1; held 0");
-  finish();
 }
 
 /* What is dropped in flight is freed behind the copy. */
@@ -335,16 +335,12 @@ TEST(test_drops_in_flight) {
   PLAY(
       "save 100; enter; drop 0; device 100; save 10; enter; device 10; "
       "drop 1; leave; device 0");
-  finish();
   begin();
   PLAY(FORWARD "; read 2; drop 1; device 500; finish; device 300; held 100");
-  finish();
   begin(); /* nothing comes after */
   PLAY("save 100; enter; drop 0");
-  finish();
   begin();
   PLAY(FORWARD "; read 2; drop 1; drop 0; drop 2");
-  finish();
 }
 
 /* Two forwards before their backwards, the first of which comes first. */
@@ -354,14 +350,12 @@ TEST(test_backwards_in_the_order_of_forwards) {
        "; enter; save 40; enter; save 50; leave; downloads 4; "
        "device 50; read 2; drop 2; read 1; drop 1; read 0; drop 0; "
        "finish; read 4; drop 4; read 3; drop 3; finish; held 0");
-  finish();
 }
 
 TEST(test_bad_arguments) {
   fsdp_error error;
   const fsdp_offload_calls calls = {0};
-  device = recorder_create();
-  offload = NULL;
+  open_device();
   CHECK_FAILS(
       fsdp_offload_create(recorder_ops(device), &calls, 100, &offload, &error),
       FSDP_INVALID_ARGUMENT, error.message,
@@ -379,7 +373,6 @@ TEST(test_bad_arguments) {
   CHECK_FAILS(fsdp_offload_enter(offload, &error), FSDP_OVERFLOW, error.message,
               "0 bytes of saved tensors and 9223372036854775807 more do not "
               "fit in int64");
-  finish();
   fsdp_offload_destroy(NULL);
 }
 
@@ -398,15 +391,14 @@ static fsdp_status work(void *context, fsdp_error *error) {
 }
 
 TEST(test_every_allocation_fails_once) {
-  device = recorder_create();
+  open_device();
   CHECK_I64(every_allocation(work, NULL), 18);
-  recorder_destroy(device);
 }
 
 /* A call fails, and the step goes on as if the user had caught the error:
  * nothing that is read is wrong, and nothing is freed too early. */
 TEST(test_every_call_fails_once) {
-  device = recorder_create();
+  open_device();
   for (int64_t i = 0;; i++) {
     fsdp_error error = {0};
     recorder_fail_at(device, i);
@@ -432,7 +424,6 @@ TEST(test_every_call_fails_once) {
       break;
     }
   }
-  recorder_destroy(device);
 }
 
 /* Random programs: whatever is read is right, nobody reads or frees memory that
