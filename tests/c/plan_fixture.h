@@ -5,6 +5,7 @@
 #ifndef FSDP_TESTS_PLAN_FIXTURE_H
 #define FSDP_TESTS_PLAN_FIXTURE_H
 
+#include "check.h"
 #include "layout/param_table.h"
 #include "plan/step_plan.h"
 
@@ -31,37 +32,40 @@ typedef struct plan_fixture {
   fsdp_step_event backward[PLAN_MAX_EVENTS];
   fsdp_step_plan_options options;
   fsdp_step_plan_report report;
+  fsdp_error error; /* of plan_try() */
   double unit_seconds[PLAN_MAX_UNITS];
 } plan_fixture;
 
-/* Without units and events. The fixture must not move. */
-void plan_fixture_init(plan_fixture *self);
+/* Of the running test. */
+extern plan_fixture p;
+
+/* Without units and events. The end of the test, or the next one, ends it. */
+void plan_init(void);
 
 /* A root with one parameter in front of three children and one behind them. */
-void plan_fixture_init_tree(plan_fixture *self, int64_t world_size);
-
-void plan_fixture_fini(plan_fixture *self);
+void plan_init_tree(int64_t world_size);
 
 /* A unit of two parameters, of which the second may be frozen. */
-void plan_fixture_add_unit(plan_fixture *self, const char *name,
-                           bool has_frozen, int64_t world_size);
+void plan_add_unit(const char *name, bool has_frozen, int64_t world_size);
 
 /* Returns it, to be changed. */
-fsdp_step_event *plan_fixture_add_event(plan_fixture *self,
-                                        fsdp_step_event_kind kind, int64_t unit,
-                                        int64_t param);
+fsdp_step_event *plan_add_event(fsdp_step_event_kind kind, int64_t unit,
+                                int64_t param);
 
 /* One unit, with `nbytes` of activations; 1 s of forward, 2 s of backward. */
-void plan_fixture_run_unit(plan_fixture *self, int64_t unit, int64_t nbytes);
+void plan_run_unit(int64_t unit, int64_t nbytes);
 
 /* Makes `forward` and `backward` of `events`. */
-void plan_fixture_write_events(plan_fixture *self);
+void plan_write_events(void);
 
 /* Plans the lists as they are, or as they are written first. Must succeed. */
-const fsdp_step_plan_report *plan_fixture_run_as_written(plan_fixture *self);
-const fsdp_step_plan_report *plan_fixture_run(plan_fixture *self);
+const fsdp_step_plan_report *plan_run_as_written(void);
+const fsdp_step_plan_report *plan_run(void);
 
-/* Plans the lists as they are, which fails; the message, until the next one. */
-const char *plan_fixture_message(plan_fixture *self, fsdp_status expected);
+/* Plans the lists as they are, which must fail and change nothing. */
+fsdp_status plan_try(void);
+#define PLAN_FAILS(status, expected) \
+  CHECK_FAILS(plan_try(), (status), p.error.message, (expected))
+#define PLAN_REFUSED(expected) PLAN_FAILS(FSDP_INVALID_ARGUMENT, expected)
 
 #endif /* FSDP_TESTS_PLAN_FIXTURE_H */

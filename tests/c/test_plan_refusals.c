@@ -1,178 +1,146 @@
 /*
  * Tests of plan/: what cannot be planned.
  */
-#include "base/alloc.h"
 #include "base/dtypes.h"
 #include "check.h"
+#include "every_allocation.h"
 #include "plan_fixture.h"
 
 static const fsdp_dtype FP32 = {FSDP_DTYPE_FLOAT32, 4};
 
 TEST(test_wrong_arguments) {
-  plan_fixture self;
-  plan_fixture_init_tree(&self, PLAN_WORLD_SIZE);
-  plan_fixture_write_events(&self);
-  const fsdp_step_plan_options good = self.options;
+  plan_init_tree(PLAN_WORLD_SIZE);
+  plan_write_events();
+  const fsdp_step_plan_options good = p.options;
 
-  self.options.shard_link.bytes_per_second = -1;
-  CHECK_TEXT(
-      plan_fixture_message(&self, FSDP_INVALID_ARGUMENT),
+  p.options.shard_link.bytes_per_second = -1;
+  PLAN_REFUSED(
       "the link of the shard group has -1 bytes per second and a latency "
       "of 0 seconds: need more than 0, and at least 0");
-  self.options = good;
-  self.options.replica_link.latency_seconds = -2;
-  CHECK(strstr(plan_fixture_message(&self, FSDP_INVALID_ARGUMENT),
-               "-2 seconds") != NULL);
-  self.options = good;
-  self.options.num_batches = 0;
-  CHECK_TEXT(
-      plan_fixture_message(&self, FSDP_INVALID_ARGUMENT),
+  p.options = good;
+  p.options.replica_link.latency_seconds = -2;
+  PLAN_REFUSED("..-2 seconds");
+  p.options = good;
+  p.options.num_batches = 0;
+  PLAN_REFUSED(
       "a plan needs at least 1 unit and 1 batch, got 4, 0, and 11 and 18 "
       "events");
-  self.options = good;
-  self.options.num_units = 0;
-  CHECK(strstr(plan_fixture_message(&self, FSDP_INVALID_ARGUMENT),
-               "got 0, 1") != NULL);
-  self.options = good;
-  plan_fixture_fini(&self);
+  p.options = good;
+  p.options.num_units = 0;
+  PLAN_REFUSED("..got 0, 1");
+  p.options = good;
 }
 
 TEST(test_wrong_events) {
-  plan_fixture self;
-  plan_fixture_init_tree(&self, PLAN_WORLD_SIZE);
-  plan_fixture_write_events(&self);
-  fsdp_step_event *use = &self.backward[1];
+  plan_init_tree(PLAN_WORLD_SIZE);
+  plan_write_events();
+  fsdp_step_event *use = &p.backward[1];
   const fsdp_step_event good_use = *use;
-  fsdp_step_event *enter = &self.forward[1];
+  fsdp_step_event *enter = &p.forward[1];
   const fsdp_step_event good_enter = *enter;
   CHECK_I64(use->kind, FSDP_STEP_USE);
   CHECK_I64(enter->kind, FSDP_STEP_ENTER);
 
   use->param = 2;
-  CHECK_TEXT(plan_fixture_message(&self, FSDP_INVALID_ARGUMENT),
-             "backward uses parameter 2 of unit 'root', which has 2: each that "
-             "is trainable is used at most once");
+  PLAN_REFUSED(
+      "backward uses parameter 2 of unit 'root', which has 2: each that "
+      "is trainable is used at most once");
   use->param = 0; /* used again at the end */
-  CHECK(strstr(plan_fixture_message(&self, FSDP_INVALID_ARGUMENT),
-               "parameter 0") != NULL);
+  PLAN_REFUSED("..parameter 0");
   *use = good_use;
   use->nbytes = 1;
-  CHECK_TEXT(plan_fixture_message(&self, FSDP_INVALID_ARGUMENT),
-             "an event changes activations by 1 bytes and at most 0, and takes "
-             "0 seconds: need a most that is no less, 0 unless it is WORK or "
-             "USE, and seconds >= 0");
+  PLAN_REFUSED(
+      "an event changes activations by 1 bytes and at most 0, and takes "
+      "0 seconds: need a most that is no less, 0 unless it is WORK or "
+      "USE, and seconds >= 0");
   use->peak_nbytes = 1;
-  CHECK_TEXT(plan_fixture_message(&self, FSDP_INVALID_ARGUMENT),
-             "1 bytes of activations are never given back");
+  PLAN_REFUSED("1 bytes of activations are never given back");
   *use = good_use;
   use->nbytes = -3001;
-  CHECK_TEXT(plan_fixture_message(&self, FSDP_INVALID_ARGUMENT),
-             "an event gives back 1 bytes of activations more than there are");
+  PLAN_REFUSED(
+      "an event gives back 1 bytes of activations more than there are");
   *use = good_use;
   enter->peak_nbytes = 1;
-  CHECK(strstr(plan_fixture_message(&self, FSDP_INVALID_ARGUMENT),
-               "at most 1") != NULL);
+  PLAN_REFUSED("..at most 1");
   *enter = good_enter;
   enter->unit = 4;
-  CHECK_TEXT(plan_fixture_message(&self, FSDP_INVALID_ARGUMENT),
-             "an event names unit 4 of 4");
+  PLAN_REFUSED("an event names unit 4 of 4");
   *enter = (fsdp_step_event){.kind = FSDP_STEP_LEAVE, .unit = 2};
-  CHECK_TEXT(plan_fixture_message(&self, FSDP_INVALID_ARGUMENT),
-             "forward leaves unit 'b' outside the root, or without an ENTER "
-             "before it");
+  PLAN_REFUSED(
+      "forward leaves unit 'b' outside the root, or without an ENTER "
+      "before it");
   *enter = (fsdp_step_event){.kind = FSDP_STEP_ENTER, .unit = 2};
-  CHECK_TEXT(plan_fixture_message(&self, FSDP_INVALID_ARGUMENT),
-             "forward leaves unit 'a' outside the root, or without an ENTER "
-             "before it");
+  PLAN_REFUSED(
+      "forward leaves unit 'a' outside the root, or without an ENTER "
+      "before it");
   *enter = (fsdp_step_event){.kind = FSDP_STEP_USE, .unit = 2};
-  CHECK_TEXT(plan_fixture_message(&self, FSDP_INVALID_ARGUMENT),
-             "forward uses parameter 0 of unit 'b': gradients come in "
-             "backward");
+  PLAN_REFUSED(
+      "forward uses parameter 0 of unit 'b': gradients come in "
+      "backward");
   *enter = good_enter;
-  self.options.num_forward--;
-  CHECK_TEXT(plan_fixture_message(&self, FSDP_INVALID_ARGUMENT),
-             "unit 'root' is entered and never left");
-  plan_fixture_fini(&self);
+  p.options.num_forward--;
+  PLAN_REFUSED("unit 'root' is entered and never left");
 }
 
 /* What needs no gradient gets none. */
 TEST(test_a_frozen_use) {
-  plan_fixture self;
-  plan_fixture_init(&self);
-  plan_fixture_add_unit(&self, "root", true, PLAN_WORLD_SIZE);
-  plan_fixture_run_unit(&self, 0, 0);
-  plan_fixture_write_events(&self);
-  fsdp_step_event *event = &self.backward[self.options.num_backward++];
+  plan_init();
+  plan_add_unit("root", true, PLAN_WORLD_SIZE);
+  plan_run_unit(0, 0);
+  plan_write_events();
+  fsdp_step_event *event = &p.backward[p.options.num_backward++];
   *event = (fsdp_step_event){.kind = FSDP_STEP_USE, .param = 1};
-  CHECK(strstr(plan_fixture_message(&self, FSDP_INVALID_ARGUMENT),
-               "parameter 1") != NULL);
-  plan_fixture_fini(&self);
+  PLAN_REFUSED("..parameter 1");
 }
 
 TEST(test_overflow) {
-  plan_fixture self;
-  plan_fixture_init_tree(&self, PLAN_WORLD_SIZE);
-  for (int64_t i = 0; i < self.num_events; i++) {
-    if (self.events[i].kind == FSDP_STEP_WORK) {
-      self.events[i].nbytes = INT64_MAX / 2;
-      self.events[i].peak_nbytes = INT64_MAX / 2;
+  plan_init_tree(PLAN_WORLD_SIZE);
+  for (int64_t i = 0; i < p.num_events; i++) {
+    if (p.events[i].kind == FSDP_STEP_WORK) {
+      p.events[i].nbytes = INT64_MAX / 2;
+      p.events[i].peak_nbytes = INT64_MAX / 2;
     }
   }
-  plan_fixture_write_events(&self);
-  CHECK(strstr(plan_fixture_message(&self, FSDP_OVERFLOW),
-               "do not fit in int64: the model is too large to be planned") !=
-        NULL);
-  plan_fixture_fini(&self);
+  plan_write_events();
+  PLAN_FAILS(FSDP_OVERFLOW,
+             "..do not fit in int64: the model is too large to be planned");
+}
+
+static fsdp_status run(void *context, fsdp_error *error) {
+  fsdp_step_plan_report report = {.peak_nbytes = -1};
+  const fsdp_status status =
+      fsdp_step_plan_run(&p.options, &report, p.unit_seconds, error);
+  (void)context;
+  CHECK((report.peak_nbytes == -1) == (status != FSDP_OK));
+  return status;
 }
 
 TEST(test_every_allocation_can_fail) {
-  plan_fixture self;
-  plan_fixture_init_tree(&self, PLAN_WORLD_SIZE);
-  plan_fixture_write_events(&self);
-  const int64_t live = fsdp_alloc_live();
-  for (int64_t i = 0;; i++) {
-    fsdp_error error = {0};
-    fsdp_step_plan_report report = {.peak_nbytes = -1};
-    fsdp_alloc_fail_at(i);
-    const fsdp_status status =
-        fsdp_step_plan_run(&self.options, &report, self.unit_seconds, &error);
-    fsdp_alloc_fail_at(-1);
-    CHECK_I64(fsdp_alloc_live(), live);
-    if (status == FSDP_OK) {
-      CHECK(i > 50);
-      break;
-    }
-    CHECK_I64(status, FSDP_OUT_OF_MEMORY);
-    CHECK_I64(error.status, FSDP_OUT_OF_MEMORY);
-    CHECK_I64(report.peak_nbytes, -1);
-  }
-  plan_fixture_fini(&self);
+  plan_init_tree(PLAN_WORLD_SIZE);
+  plan_write_events();
+  CHECK(every_allocation(run, NULL) > 50);
 }
 
 TEST(test_bad_offloads) {
-  plan_fixture self;
-  plan_fixture_init_tree(&self, PLAN_WORLD_SIZE);
-  (void)plan_fixture_run(&self);
-  self.forward[0].offload_nbytes = 1;
-  CHECK_TEXT(plan_fixture_message(&self, FSDP_INVALID_ARGUMENT),
-             "an event offloads 1 bytes: need 0 or more, and 0 unless it is "
-             "WORK");
-  self.forward[0].offload_nbytes = 0;
+  plan_init_tree(PLAN_WORLD_SIZE);
+  (void)plan_run();
+  p.forward[0].offload_nbytes = 1;
+  PLAN_REFUSED(
+      "an event offloads 1 bytes: need 0 or more, and 0 unless it is "
+      "WORK");
+  p.forward[0].offload_nbytes = 0;
   int64_t at = 0;
-  while (self.backward[at].kind != FSDP_STEP_WORK) at++;
-  self.backward[at].offload_nbytes = 1;
-  self.backward[at].saved_by = 2;
-  CHECK_TEXT(plan_fixture_message(&self, FSDP_INVALID_ARGUMENT),
-             "backward needs 1 bytes that event 2 of forward has not saved");
-  self.backward[at].saved_by = 11;
-  CHECK(strstr(plan_fixture_message(&self, FSDP_INVALID_ARGUMENT),
-               "event 11 of forward") != NULL);
-  self.backward[at].offload_nbytes = 0;
-  self.options.offload_keep_last = -1;
-  CHECK_TEXT(plan_fixture_message(&self, FSDP_INVALID_ARGUMENT),
-             "-1 last units that are not offloaded, 0 bytes per second to the "
-             "host: need numbers >= 0");
-  plan_fixture_fini(&self);
+  while (p.backward[at].kind != FSDP_STEP_WORK) at++;
+  p.backward[at].offload_nbytes = 1;
+  p.backward[at].saved_by = 2;
+  PLAN_REFUSED("backward needs 1 bytes that event 2 of forward has not saved");
+  p.backward[at].saved_by = 11;
+  PLAN_REFUSED("..event 11 of forward");
+  p.backward[at].offload_nbytes = 0;
+  p.options.offload_keep_last = -1;
+  PLAN_REFUSED(
+      "-1 last units that are not offloaded, 0 bytes per second to the "
+      "host: need numbers >= 0");
 }
 
 /* What belongs to summons and hooks, not to a step, is refused. */
