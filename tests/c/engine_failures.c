@@ -10,21 +10,8 @@ void failures_plan(const model_options *options) {
   model_plan_units("root 8; mixed mixed; frozen (24) frozen; c 16");
 }
 
-fsdp_status failures_step(fsdp_sync sync, fsdp_error *error) {
-  fsdp_status status = FSDP_OK;
-  fsdp_engine_set_sync(m.engine, sync);
-  FSDP_TRY(model_forward(&m, true, error));
-  FSDP_TRY(model_backward(&m, error));
-done:
-  return status;
-}
-
 fsdp_status failures_train(fsdp_error *error) {
-  fsdp_status status = FSDP_OK;
-  FSDP_TRY(failures_step(FSDP_SYNC_NONE, error));
-  FSDP_TRY(failures_step(FSDP_SYNC_REDUCE, error));
-done:
-  return status;
+  return model_try(TRAIN, error);
 }
 
 void failures_check(fsdp_status status) {

@@ -16,9 +16,9 @@ typedef void (*failures_prepare)(void);
 /* Units root, mixed, frozen and c. */
 void failures_plan(const model_options *options);
 
-/* One micro-batch that does `sync` with its gradients. */
-FSDP_NODISCARD fsdp_status failures_step(fsdp_sync sync, fsdp_error *error);
-/* One without sync and one with it: a work. */
+/* A micro-batch without sync and one with it. */
+#define TRAIN "sync none; step; sync reduce; step"
+/* The same as a work. */
 FSDP_NODISCARD fsdp_status failures_train(fsdp_error *error);
 
 /* What must hold after any failure inside a step. */

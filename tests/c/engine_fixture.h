@@ -218,6 +218,8 @@ void model_step(model *self);
  *   expect_writes   lets the next forward gather anew
  *   backward, step  backward of the whole model; forward and backward
  *   summon a, dismiss a, drop a   drop: without a write-back
+ *   summon a first_only+on_host+with_grads
+ *   freeze a 0, unfreeze a 0      segment 0 of unit a
  *   destroy a, reset, zero_grad, optimizer
  *   sync none, sync shard, sync reduce
  *   check_grads     model_check_grads()
@@ -231,6 +233,8 @@ void model_step(model *self);
  */
 void model_play(const char *script, const char *file, int line);
 #define PLAY(script) model_play((script), __FILE__, __LINE__)
+/* The same up to the first call that fails. */
+FSDP_NODISCARD fsdp_status model_try(const char *script, fsdp_error *error);
 
 /* The tape and model_schedule() of the model; see CHECK_LINES. */
 #define CHECK_TAPE(lines) CHECK_LINES(recorder_tape(m.device), lines)

@@ -63,8 +63,9 @@ static bool check_count(const char *word, const char *expected) {
   return false;
 }
 
-static fsdp_status call_unit(const char *word, int64_t i, int64_t number,
+static fsdp_status call_unit(const char *word, int64_t i, const char *expected,
                              fsdp_error *error) {
+  const int64_t number = strtoll(expected, NULL, 10);
   fsdp_unit *unit = m.units[i].unit;
   if (is(word, "enter")) return model_enter(&m, i, error);
   if (is(word, "leave")) return model_leave(&m, i, true, error);
@@ -75,9 +76,18 @@ static fsdp_status call_unit(const char *word, int64_t i, int64_t number,
   if (is(word, "unexpected"))
     return model_give_grad(&m, i, number, false, error);
   if (is(word, "inputs")) return model_give_inputs(&m, i, error);
-  if (is(word, "summon")) return fsdp_unit_summon(unit, NULL, error);
+  if (is(word, "summon")) {
+    const fsdp_summon_options how = {
+        .on_first_rank_only = strstr(expected, "first_only") != NULL,
+        .on_host = strstr(expected, "on_host") != NULL,
+        .with_grads = strstr(expected, "with_grads") != NULL};
+    return fsdp_unit_summon(unit, &how, error);
+  }
   if (is(word, "dismiss")) return fsdp_unit_dismiss(unit, true, error);
   if (is(word, "drop")) return fsdp_unit_dismiss(unit, false, error);
+  if (is(word, "freeze") || is(word, "unfreeze")) {
+    return fsdp_unit_set_trainable(unit, number, is(word, "unfreeze"), error);
+  }
   if (is(word, "expect")) {
     fsdp_unit_expect_grads(unit, number, 0);
   } else if (is(word, "await")) {
@@ -142,7 +152,7 @@ static fsdp_status call(const char *word, const char *name,
   } else if (strncmp(word, "num_", 4) != 0 || !check_count(word, name)) {
     const int64_t i = unit_of(name);
     if (!check_fact(word, &m.units[i], expected)) {
-      return call_unit(word, i, strtoll(expected, NULL, 10), error);
+      return call_unit(word, i, expected, error);
     }
   }
   return FSDP_OK;
@@ -187,21 +197,38 @@ void model_plan_units(const char *units) {
   }
 }
 
+/* Makes the call at `*script`, and goes on to the next one. */
+static fsdp_status call_next(const char **script, char *word,
+                             fsdp_error *error) {
+  char name[224] = "";
+  char expected[48] = "";
+  (void)sscanf(*script, "%31[^; ] %223[^; ] %47[^;]", word, name, expected);
+  *script += strcspn(*script, ";");
+  *script += strspn(*script, "; ");
+  return call(word, name, expected, error);
+}
+
+fsdp_status model_try(const char *script, fsdp_error *error) {
+  char word[32];
+  fsdp_status status = FSDP_OK;
+  while (*script != '\0' && status == FSDP_OK) {
+    status = call_next(&script, word, error);
+  }
+  return status;
+}
+
 void model_play(const char *script, const char *file, int line) {
-  for (const char *at = script; *at != '\0';) {
-    const size_t length = strcspn(at, ";");
+  while (*script != '\0') {
+    const char *at = script;
     const int64_t num_failures = check_num_failures;
-    char word[32] = "";
-    char name[224] = "";
-    char expected[32] = "";
+    char word[32];
     fsdp_error error = {0};
-    (void)sscanf(at, "%31[^; ] %223[^; ] %31[^;]", word, name, expected);
-    check_that(call(word, name, expected, &error) == FSDP_OK, word, file, line);
+    const fsdp_status status = call_next(&script, word, &error);
+    check_that(status == FSDP_OK, word, file, line);
     if (is(word, "finish")) CHECK(!fsdp_engine_in_backward(m.engine));
     if (check_num_failures > num_failures) {
-      printf("%s:%d: '%.*s' %s\n", file, line, (int)length, at, error.message);
+      printf("%s:%d: '%.*s' %s\n", file, line, (int)strcspn(at, ";"), at,
+             error.message);
     }
-    at += length;
-    at += strspn(at, "; ");
   }
 }

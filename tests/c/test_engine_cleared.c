@@ -95,11 +95,10 @@ TEST(test_of_a_unit_that_does_not_run) {
 /* The user cleared the whole ones of a unit that stays summoned while its root
  * runs. Without a write-back the sharded ones come back. */
 TEST(test_of_a_summoned_unit) {
-  const fsdp_summon_options with_grads = {.with_grads = true};
   model_start_tree(&m, NULL, 2);
   PLAY("step");
   recorder_set_grads_live(m.device, true);
-  CHECK_OK(fsdp_unit_summon(m.units[1].unit, &with_grads, NULL));
+  PLAY("summon a with_grads");
   recorder_set_grads_live(m.device, false);
   m.units[0].has_grads = false;
   m.units[2].has_grads = false;
@@ -197,14 +196,10 @@ TEST(test_zeros_for_a_segment_that_is_unfrozen) {
   for (int offloads = 0; offloads < 2; offloads++) {
     model_options options = {.offloads = offloads != 0};
     model_open(&options, "u mixed");
-    fsdp_unit *unit = m.units[0].unit;
-    CHECK_OK(fsdp_unit_set_trainable(unit, 1, true, NULL));
-    PLAY("step");
-    CHECK_OK(fsdp_unit_set_trainable(unit, 1, false, NULL));
+    PLAY("unfreeze u 1; step; freeze u 1");
     PLAY("zero_grad; step"); /* freed, and made without segment 1 */
     CHECK_I64(grad_nbytes(), 8 * 4 + 8 * 2);
-    CHECK_OK(fsdp_unit_set_trainable(unit, 1, true, NULL));
-    PLAY("clear; step");
+    PLAY("unfreeze u 1; clear; step");
     CHECK_TAPE_HAS("grad_shard u 1; grad_shard u 2; record e1 compute;");
     CHECK_TAPE_HAS(
         "accumulate reduce x0.5 8 f32->f32 add, 4 f32->f32 add, "
@@ -217,35 +212,29 @@ TEST(test_zeros_for_a_segment_that_is_unfrozen) {
 
 /* The same, but a summon asks for the gradients before any reduction. */
 TEST(test_zeros_for_a_summon) {
-  const fsdp_summon_options with_grads = {.with_grads = true};
   model_open(NULL, "u mixed");
-  fsdp_unit *unit = m.units[0].unit;
-  PLAY("step");
-  CHECK_OK(fsdp_unit_set_trainable(unit, 1, true, NULL));
-  CHECK_OK(fsdp_unit_summon(unit, &with_grads, NULL));
+  PLAY("step; unfreeze u 1; summon u with_grads");
   const float *whole = m.units[0].grads[1];
   for (int64_t i = 0; i < 8; i++) CHECK(whole[i] == 0);
-  CHECK_OK(fsdp_unit_dismiss(unit, true, NULL));
-  PLAY("step; check_grads");
+  PLAY("dismiss u; step; check_grads");
 }
 
 /* A summon that could not make one: the next reduction does, in time. */
 TEST(test_summon_that_fails_to_make_one) {
-  const fsdp_summon_options with_grads = {.with_grads = true};
   bool was_refused = false;
   for (int64_t i = 0;; i++) {
     fsdp_error error = {0};
     model_start_tree(&m, NULL, 0);
     fsdp_unit *unit = m.units[0].unit;
     recorder_set_answer_byte(m.device, true);
-    CHECK_OK(fsdp_unit_summon(unit, &with_grads, NULL));
+    PLAY("summon root with_grads");
     recorder_set_grads_live(m.device, true); /* the user sets some */
     memset(m.units[0].grads[0], 0, 8 * sizeof(float));
     recorder_fail_at(m.device, i);
     const fsdp_status status = fsdp_unit_dismiss(unit, true, &error);
     recorder_fail_at(m.device, -1);
     if (status != FSDP_OK) {
-      CHECK_OK(fsdp_unit_dismiss(unit, false, NULL));
+      PLAY("drop root");
     }
     if (strstr(error.message, "grad_shard") != NULL) {
       was_refused = true;
@@ -260,13 +249,7 @@ TEST(test_summon_that_fails_to_make_one) {
 /* --- Failures ------------------------------------------------------------ */
 
 static fsdp_status clear_and_train(fsdp_error *error) {
-  fsdp_status status = FSDP_OK;
-  for (int i = 0; i < 2; i++) {
-    FSDP_TRY(failures_step(FSDP_SYNC_REDUCE, error));
-    if (i == 0) model_zero_grad(&m);
-  }
-done:
-  return status;
+  return model_try("step; zero_grad; step", error);
 }
 
 TEST(test_every_call_can_fail) {

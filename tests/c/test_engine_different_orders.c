@@ -148,11 +148,11 @@ TEST(test_replicas_are_refused) {
 static fsdp_status train(fsdp_error *error) {
   fsdp_status status = FSDP_OK;
   want("", NULL);
-  FSDP_TRY(failures_step(FSDP_SYNC_NONE, error));
+  FSDP_TRY(model_try("sync none; step", error));
   want(".g0g3.", NULL);
-  FSDP_TRY(failures_step(FSDP_SYNC_NONE, error));
+  FSDP_TRY(model_try("step", error));
   want("......ee", "rrrrRRr");
-  FSDP_TRY(failures_step(FSDP_SYNC_REDUCE, error));
+  FSDP_TRY(model_try("sync reduce; step", error));
 done:
   want("", NULL);
   return status;

@@ -72,10 +72,7 @@ TEST(test_a_moved_shard_of_one_rank) {
   PLAY("step; zero_grad");
   const void *moved = move_shard(0, 0);
   recorder_name_memory(m.device, moved, 16, "moved");
-  const fsdp_summon_options first_only = model_summon_options(FIRST_ONLY);
-  PLAY("step; clear");
-  CHECK_OK(fsdp_unit_summon(m.units[0].unit, &first_only, NULL));
-  PLAY("dismiss u");
+  PLAY("step; clear; summon u first_only; dismiss u");
   CHECK_TAPE_HAS("broadcast unshard g0 4 f32 from 0 moved");
 }
 
@@ -100,7 +97,7 @@ TEST(test_partial_gradients_are_kept) {
   model_open(NULL, "u mixed");
   PLAY("sync shard; step; grad_view u partial; sync reduce; clear; step");
   CHECK_TAPE_HAS("keep_grads u partial; free ");
-  CHECK_OK(fsdp_unit_set_trainable(m.units[0].unit, 1, true, NULL));
+  PLAY("unfreeze u 1");
   PLAY("zero_grad; sync shard; step; sync reduce; step; check_grads");
 }
 
@@ -124,7 +121,6 @@ TEST(test_a_gradient_of_a_frozen_segment) {
              "of its kind were frozen in the unit's last forward");
   CHECK_I64(error.remedy, FSDP_REMEDY_TRAIN_SOONER);
   CHECK_I64(m.grads[0].num_releases, 1);
-  PLAY("state u FAILED; reset; check_sharded; zero_grad");
-  CHECK_OK(fsdp_unit_set_trainable(m.units[1].unit, 1, true, NULL));
+  PLAY("state u FAILED; reset; check_sharded; zero_grad; unfreeze u 1");
   PLAY("step; check_grads");
 }

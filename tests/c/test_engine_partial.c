@@ -223,12 +223,7 @@ TEST(test_unit_goes_inside_backward) {
 /* --- Failures ------------------------------------------------------------ */
 
 static fsdp_status train(fsdp_error *error) {
-  fsdp_status status = FSDP_OK;
-  FSDP_TRY(failures_step(FSDP_SYNC_SHARD, error));
-  FSDP_TRY(failures_step(FSDP_SYNC_SHARD, error));
-  FSDP_TRY(failures_step(FSDP_SYNC_REDUCE, error));
-done:
-  return status;
+  return model_try("sync shard; step; step; sync reduce; step", error);
 }
 
 TEST(test_every_call_can_fail) {

@@ -214,7 +214,7 @@ TEST(test_every_call_can_fail_before_the_end) {
       model_start(&m);
       for (int j = 0; j < num_before; j++) step();
       recorder_fail_at(m.device, i);
-      const fsdp_status status = failures_step(FSDP_SYNC_REDUCE, &error);
+      const fsdp_status status = model_try("step", &error);
       recorder_fail_at(m.device, -1);
       model_fini(&m); /* finds races, too */
       if (check_num_failures > num_failures) {

@@ -60,11 +60,9 @@ static void write_whole(float *data, int bits, double first) {
 /* Rank 0 writes back what it alone sees: over the replicas, then the shards. */
 TEST(test_first_rank) {
   model_options options = {.rank = 0};
-  const fsdp_summon_options first_only = model_summon_options(FIRST_ONLY);
   options.num_replicas = 2;
   start(&options);
-  CHECK_OK(fsdp_unit_summon(m.units[0].unit, &first_only, NULL));
-  PLAY("dismiss u");
+  PLAY("summon u first_only; dismiss u");
   CHECK_TAPE(
       "take_params u sharded; alloc 64 b3; record e1 compute; wait unshard e1; "
       "group_begin unshard g0; all_gather unshard g0 8 f32 b3 <- shard; "
@@ -81,10 +79,9 @@ TEST(test_first_rank) {
 /* Rank 1 helps to gather, gives the memory back, and gets what rank 0 wrote. */
 TEST(test_other_rank) {
   model_options options = {.rank = 1};
-  const fsdp_summon_options first_only = model_summon_options(FIRST_ONLY);
   options.num_replicas = 2;
   start(&options);
-  CHECK_OK(fsdp_unit_summon(m.units[0].unit, &first_only, NULL));
+  PLAY("summon u first_only");
   CHECK_TAPE(
       "take_params u sharded; alloc 64 b3; record e1 compute; wait unshard e1; "
       "group_begin unshard g0; all_gather unshard g0 8 f32 b3 <- shard; "
@@ -102,11 +99,9 @@ TEST(test_other_rank) {
 /* Shards and whole parameters in host memory, the device in between. */
 TEST(test_offloaded_on_host_with_gradients) {
   model_options options = {.rank = 1};
-  const fsdp_summon_options on_host =
-      model_summon_options(ON_HOST | WITH_GRADS);
   options.offloads = true;
   start(&options);
-  CHECK_OK(fsdp_unit_summon(m.units[0].unit, &on_host, NULL));
+  PLAY("summon u on_host+with_grads");
   CHECK_TAPE(
       "take_params u sharded; alloc 64 b3; "
       "copy_to_device compute 32 b3+32 <- u.shard0; record e6 compute; "
@@ -133,10 +128,8 @@ TEST(test_offloaded_on_host_with_gradients) {
 /* One rank with replicas: the shard itself is what is broadcast. */
 TEST(test_resident_on_first_rank) {
   model_options options = {.world_size = 1, .num_replicas = 2};
-  const fsdp_summon_options first_only = model_summon_options(FIRST_ONLY);
   start(&options);
-  CHECK_OK(fsdp_unit_summon(m.units[0].unit, &first_only, NULL));
-  PLAY("dismiss u");
+  PLAY("summon u first_only; dismiss u");
   CHECK_TAPE(
       "take_params u sharded; take_params u sharded; record e1 compute; "
       "wait unshard e1; group_begin unshard g0; "
@@ -245,9 +238,8 @@ TEST(test_combinations) {
 /* The other rank gets the first one's gradients. */
 TEST(test_gradients_of_the_first_rank) {
   const model_options options = {.rank = 1};
-  const fsdp_summon_options how = model_summon_options(FIRST_ONLY | WITH_GRADS);
   start(&options);
-  CHECK_OK(fsdp_unit_summon(m.units[0].unit, &how, NULL));
+  PLAY("summon u first_only+with_grads");
   recorder_set_broadcast(m.device, 40);
   PLAY("dismiss u");
   const float *grads = grad_shard();
@@ -261,11 +253,8 @@ TEST(test_gradients_of_the_first_rank) {
 /* No rank has any: nothing is gathered, nothing is shown. */
 TEST(test_no_gradients) {
   const model_options options = {.rank = 0};
-  const fsdp_summon_options how = model_summon_options(WITH_GRADS);
   start(&options);
-  PLAY("zero_grad");
-  CHECK_OK(fsdp_unit_summon(m.units[0].unit, &how, NULL));
-  PLAY("no_grads u; dismiss u; no_grads u");
+  PLAY("zero_grad; summon u with_grads; no_grads u; dismiss u; no_grads u");
   CHECK_TAPE_HAS("all_gather_bytes g0 1;");
   CHECK_TAPE_LACKS("take_full_grads");
   PLAY("step; check_grads");
@@ -276,18 +265,17 @@ TEST(test_no_gradients) {
 TEST(test_gradients_of_another_rank) {
   for (int offloads = 0; offloads < 2; offloads++) {
     model_options options = {.rank = 1};
-    const fsdp_summon_options how = model_summon_options(WITH_GRADS);
     options.offloads = offloads != 0;
     start(&options);
     PLAY("zero_grad");
     recorder_set_answer_byte(m.device, true);
-    CHECK_OK(fsdp_unit_summon(m.units[0].unit, &how, NULL));
+    PLAY("summon u with_grads");
     CHECK_TAPE_HAS("pack compute x1 zero 8 f32");
     const float *whole = m.units[0].grads[0];
     for (int64_t i = 0; i < 2 * NUMEL; i++) CHECK(whole[i] == 0);
     PLAY("drop u");
     CHECK(m.units[0].grad_view != FSDP_VIEW_SHARDED); /* not shown again */
-    CHECK_OK(fsdp_unit_summon(m.units[0].unit, &how, NULL));
+    PLAY("summon u with_grads");
     write_whole(m.units[0].grads[0], 0, 16);
     recorder_set_grads_live(m.device, true);
     PLAY("dismiss u; grad_view u sharded");
@@ -299,11 +287,8 @@ TEST(test_gradients_of_another_rank) {
 TEST(test_cleared_gradients) {
   for (int64_t rank = 0; rank < 2; rank++) {
     const model_options options = {.rank = rank};
-    const fsdp_summon_options how =
-        model_summon_options(FIRST_ONLY | WITH_GRADS);
     start(&options);
-    CHECK_OK(fsdp_unit_summon(m.units[0].unit, &how, NULL));
-    PLAY("clear");
+    PLAY("summon u first_only+with_grads; clear");
     if (rank == 0) {
       PLAY("zero_grad");
     } else {

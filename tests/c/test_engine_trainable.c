@@ -5,12 +5,6 @@
 #include "base/alloc.h"
 #include "engine_failures.h"
 
-static fsdp_status set_trainable(int64_t unit, int64_t segment,
-                                 bool is_trainable, fsdp_error *error) {
-  return fsdp_unit_set_trainable(m.units[unit].unit, segment, is_trainable,
-                                 error);
-}
-
 /* A whole unit: it had no gradient memory at all. */
 TEST(test_frozen_unit_is_unfrozen) {
   for (int offloads = 0; offloads < 2; offloads++) {
@@ -20,8 +14,7 @@ TEST(test_frozen_unit_is_unfrozen) {
     PLAY("step; check_grads; num_reduces 3");
     CHECK_I64(model_stats(&m).arena.num_clients, 4 + 3);
     CHECK(!fsdp_unit_is_trainable(m.units[2].unit, 0));
-    CHECK_OK(set_trainable(2, 0, true, NULL));
-    CHECK_OK(set_trainable(2, 0, true, NULL)); /* is already */
+    PLAY("unfreeze frozen 0; unfreeze frozen 0"); /* it is already */
     CHECK(fsdp_unit_is_trainable(m.units[2].unit, 0));
     CHECK_I64(model_stats(&m).arena.num_clients, 4 + 4);
     for (int i = 0; i < 2; i++) {
@@ -38,8 +31,7 @@ TEST(test_frozen_segment_is_unfrozen) {
   model_open(NULL, "u mixed");
   PLAY("sync shard; step; check_grads");
   CHECK_I64(model_stats(&m).partial_grad_nbytes, 256 + 8 * 2);
-  PLAY("sync reduce; step; check_grads");
-  CHECK_OK(set_trainable(0, 1, true, NULL));
+  PLAY("sync reduce; step; check_grads; unfreeze u 1");
   CHECK_I64(model_stats(&m).partial_grad_nbytes, 0);
   CHECK_I64(model_stats(&m).arena.num_clients, 2);
   PLAY("step; check_grads"); /* added to what the others had */
@@ -47,8 +39,7 @@ TEST(test_frozen_segment_is_unfrozen) {
   PLAY("sync shard; step; check_grads");
   CHECK_I64(model_stats(&m).partial_grad_nbytes, 512 + 4 * 4);
   PLAY("sync reduce; step; check_grads");
-  const fsdp_summon_options with_grads = {.with_grads = true};
-  CHECK_OK(fsdp_unit_summon(m.units[0].unit, &with_grads, NULL));
+  PLAY("summon u with_grads");
   CHECK(m.units[0].grads[1] != NULL && m.units[0].grads[3] == NULL);
   PLAY("dismiss u; step; check_grads");
 }
@@ -56,19 +47,12 @@ TEST(test_frozen_segment_is_unfrozen) {
 /* What is frozen is not reduced; its memory stays, and serves again. */
 TEST(test_segments_are_frozen) {
   model_open(NULL, "u mixed");
-  PLAY("step; check_grads");
-  CHECK_OK(set_trainable(0, 0, false, NULL));
-  PLAY("zero_grad; clear; step; check_grads");
+  PLAY("step; check_grads; freeze u 0; zero_grad; clear; step; check_grads");
   CHECK_TAPE_LACKS("reduce_scatter reduce g0 8 f32");
   CHECK_TAPE_HAS("reduce_scatter reduce g0 8 bf16");
-  CHECK_OK(set_trainable(0, 2, false, NULL)); /* nothing is left */
-  PLAY("zero_grad; clear; step; check_grads");
+  PLAY("freeze u 2; zero_grad; clear; step; check_grads"); /* nothing left */
   CHECK_TAPE_LACKS("reduce");
-  PLAY("no_grads u");
-  for (int64_t i = 0; i < 3; i += 2) {
-    CHECK_OK(set_trainable(0, i, true, NULL));
-  }
-  PLAY("zero_grad");
+  PLAY("no_grads u; unfreeze u 0; unfreeze u 2; zero_grad");
   const int64_t num_clients = model_stats(&m).arena.num_clients;
   PLAY("step; check_grads");
   CHECK_I64(model_stats(&m).arena.num_clients, num_clients);
@@ -82,21 +66,18 @@ TEST(test_held_gradients) {
     fsdp_error error;
     model_open(NULL, "u mixed");
     PLAY(steps[i]);
-    CHECK_OK(set_trainable(0, 0, false, NULL));
+    PLAY("freeze u 0");
     CHECK(fsdp_unit_is_trainable(m.units[0].unit, 0));
-    CHECK_FAILS(set_trainable(0, 1, true, &error), FSDP_INVALID_STATE,
+    CHECK_FAILS(model_try("unfreeze u 1", &error), FSDP_INVALID_STATE,
                 error.message,
                 "parameters of unit 'u' were unfrozen in the middle of a "
                 "gradient accumulation");
     CHECK_I64(error.remedy, FSDP_REMEDY_TRAIN_LATER);
-    PLAY("sync reduce; step; check_grads");
-    CHECK_OK(set_trainable(0, 0, false, NULL));
+    PLAY("sync reduce; step; check_grads; freeze u 0");
     CHECK(!fsdp_unit_is_trainable(m.units[0].unit, 0));
     PLAY("forward; pre_backward u");
-    CHECK_I64(set_trainable(0, 0, true, NULL), FSDP_INVALID_STATE);
-    PLAY("reset");
-    CHECK_OK(set_trainable(0, 0, true, NULL));
-    PLAY("zero_grad; step; check_grads");
+    CHECK_I64(model_try("unfreeze u 0", &error), FSDP_INVALID_STATE);
+    PLAY("reset; unfreeze u 0; zero_grad; step; check_grads");
   }
 }
 
@@ -104,14 +85,14 @@ TEST(test_held_gradients) {
 TEST(test_without_an_engine) {
   model_start_tree(&m, NULL, 1);
   fsdp_engine_destroy(m.engine);
-  CHECK_OK(set_trainable(0, 0, false, NULL));
+  PLAY("freeze root 0");
   model_join_new_engine(&m);
   PLAY("step; check_grads; no_grads root; has_grads a");
 
   failures_plan(NULL);
   model_start(&m);
   fsdp_engine_destroy(m.engine);
-  CHECK_OK(set_trainable(2, 0, true, NULL));
+  PLAY("unfreeze frozen 0");
   model_join_new_engine(&m);
   PLAY("step; check_grads");
 }
@@ -148,13 +129,8 @@ TEST(test_what_does_not_fit) {
 }
 
 static fsdp_status unfreeze_and_train(fsdp_error *error) {
-  fsdp_status status = FSDP_OK;
-  FSDP_TRY(failures_train(error));
-  FSDP_TRY(fsdp_unit_set_trainable(m.units[1].unit, 1, true, error));
-  FSDP_TRY(fsdp_unit_set_trainable(m.units[2].unit, 0, true, error));
-  FSDP_TRY(failures_train(error));
-done:
-  return status;
+  return model_try(TRAIN "; unfreeze mixed 1; unfreeze frozen 0; " TRAIN,
+                   error);
 }
 
 TEST(test_every_call_can_fail) {

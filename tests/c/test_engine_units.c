@@ -204,7 +204,7 @@ TEST(test_summon_and_write_back) {
       RECORDER_BF16; /* summoned in master dtype all the same */
   model_open(&options, "u 8");
   fsdp_unit *unit = m.units[0].unit;
-  CHECK_OK(fsdp_unit_summon(unit, NULL, NULL));
+  PLAY("summon u");
   CHECK(fsdp_unit_is_summoned(unit));
   PLAY("view u full");
   float *full = m.units[0].params[0];
@@ -212,7 +212,7 @@ TEST(test_summon_and_write_back) {
     CHECK(full[i] == ((float *)m.units[0].shards[0])[i % 8]);
     full[i] = (float)(100 + i);
   }
-  CHECK_OK(fsdp_unit_dismiss(unit, true, NULL));
+  PLAY("dismiss u");
   CHECK(!fsdp_unit_is_summoned(unit));
   for (int64_t i = 0; i < 8; i++) { /* the half of rank 1 */
     CHECK(((float *)m.units[0].shards[0])[i] == (float)(100 + 8 + i));
@@ -228,11 +228,9 @@ TEST(test_summon_and_write_back) {
 
 TEST(test_dismiss_without_writeback) {
   model_start_tree(&m, NULL, 0);
-  fsdp_unit *unit = m.units[0].unit;
-  CHECK_OK(fsdp_unit_summon(unit, NULL, NULL));
+  PLAY("summon root");
   ((float *)m.units[0].params[0])[0] = 77;
-  PLAY("clear");
-  CHECK_OK(fsdp_unit_dismiss(unit, false, NULL));
+  PLAY("clear; drop root");
   CHECK(((float *)m.units[0].shards[0])[0] == 0);
   CHECK_TAPE("show root sharded; free 32");
 }

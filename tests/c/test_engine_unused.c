@@ -178,9 +178,7 @@ TEST(test_filled) {
 TEST(test_frozen) {
   const model_options options = {.rank = 1};
   start_with(&options, false);
-  CHECK_OK(fsdp_unit_set_trainable(m.units[0].unit, 0, false, NULL));
-  PLAY("step; no_grads u; zero_grad");
-  CHECK_OK(fsdp_unit_set_trainable(m.units[0].unit, 0, true, NULL));
+  PLAY("freeze u 0; step; no_grads u; zero_grad; unfreeze u 0");
   PLAY("forward; pre_backward u; expect u 1; grad u 1; finish; check_grads");
   CHECK(is_unused(0) && !is_unused(1));
 
@@ -189,7 +187,7 @@ TEST(test_frozen) {
   model_start(&m);
   PLAY("step; check_grads");
   for (int64_t i = 0; i < 5; i++) CHECK(!is_unused(i));
-  CHECK_OK(fsdp_unit_set_trainable(m.units[0].unit, 1, true, NULL));
+  PLAY("unfreeze u 1");
   PLAY("zero_grad; forward; pre_backward u; expect u 2; grad u 4; grad u 2");
   PLAY("finish; check_grads");
   CHECK(is_unused(0) && is_unused(1) && !is_unused(2) && !is_unused(4));
@@ -200,27 +198,17 @@ TEST(test_thawed) {
   init(NULL);
   model_plan_units("u (4,8) frozen");
   model_start(&m);
-  PLAY("step; no_grads u; zero_grad");
-  CHECK_OK(fsdp_unit_set_trainable(m.units[0].unit, 0, true, NULL));
+  PLAY("step; no_grads u; zero_grad; unfreeze u 0");
   PLAY("forward; pre_backward u; expect u 1; grad u 1; finish; check_grads");
   CHECK(is_unused(0) && !is_unused(1));
 }
 
 static fsdp_status train(fsdp_error *error) {
-  fsdp_status status = FSDP_OK;
-  model_zero_grad(&m);
-  FSDP_TRY(model_forward(&m, true, error));
-  FSDP_TRY(model_pre_backward(&m, 0, error));
-  FSDP_TRY(model_pre_backward(&m, 3, error));
-  FSDP_TRY(model_give_grads(&m, 3, error));
-  FSDP_TRY(model_pre_backward(&m, 1, error));
-  fsdp_unit_expect_grads(m.units[1].unit, 2, 0);
-  FSDP_TRY(model_give_grad(&m, 1, 4, true, error));
-  FSDP_TRY(model_give_grad(&m, 1, 0, true, error));
-  FSDP_TRY(model_give_grads(&m, 0, error));
-  FSDP_TRY(model_finish(&m, error));
-done:
-  return status;
+  return model_try(
+      "zero_grad; forward; pre_backward root; pre_backward c; grads c; "
+      "pre_backward mixed; expect mixed 2; grad mixed 4; grad mixed 0; "
+      "grads root; finish",
+      error);
 }
 
 TEST(test_every_call_fails) {
