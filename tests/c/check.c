@@ -3,9 +3,13 @@
  * (test_arena) whose tests run, in the order in which they stand; without any
  * all tests run.
  */
+#define _POSIX_C_SOURCE 200809L /* fork, nanosleep */
 #include "check.h"
 
 #include <stdlib.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
 
 typedef struct test {
   char file[64]; /* without folder and ending */
@@ -69,6 +73,26 @@ bool check_has_lines(const char *actual, const char *lines, bool has_them,
   if (check_that(is_right, lines, file, line)) return true;
   printf("--- is %s\n%s---\n", has_them ? "not in" : "in", actual);
   return false;
+}
+
+void check_in_child(void (*body)(void *context), void *context) {
+  int state = -1;
+  (void)fflush(stdout);
+  const pid_t child = fork();
+  if (child == 0) {
+    const int64_t before = check_num_failures;
+    body(context);
+    (void)fflush(stdout);
+    _exit(check_num_failures == before ? 0 : 1);
+  }
+  CHECK(child > 0 && waitpid(child, &state, 0) == child);
+  CHECK_I64(state, 0);
+}
+
+void check_sleep_ms(int64_t ms) {
+  const struct timespec time = {.tv_sec = (time_t)(ms / 1000),
+                                .tv_nsec = (long)(ms % 1000) * 1000000};
+  (void)nanosleep(&time, NULL);
 }
 
 static int compare(const void *left, const void *right) {

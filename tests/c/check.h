@@ -92,6 +92,11 @@ void check_add(const char *file, int line, const char *name, void (*run)(void));
  * and checks that nothing else is left. One a test. */
 void check_at_end(void (*run)(void));
 
+/* Runs `body` in a forked child, whose failures are the test's. */
+void check_in_child(void (*body)(void *context), void *context);
+
+void check_sleep_ms(int64_t ms);
+
 /* A seeded random number in [0, bound), bound >= 1 (xorshift64*). A test
  * prints its seed when it fails. `*seed` is never 0. */
 static inline int64_t check_random(uint64_t *seed, int64_t bound) {

@@ -1,13 +1,12 @@
 /*
  * The fake NCCL's store in memory, and its events.
  */
-#define _POSIX_C_SOURCE 200809L /* nanosleep */
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
+#include "check.h"
 #include "nccl_fake.h"
 #include "nccl_fake_priv.h"
 
@@ -83,13 +82,12 @@ void nccl_fake_store_hold(bool is_held) {
 
 /* The beginning of every request. Whether it fails. */
 static bool begin_request(void) {
-  const struct timespec pause = {.tv_nsec = 1000000};
   lock();
   g_num_store_calls++;
   const bool fails = is_chosen(&g_store_fail_at);
   while (g_is_store_held) {
     unlock();
-    (void)nanosleep(&pause, NULL);
+    check_sleep_ms(1);
     lock();
   }
   const bool is_broken = g_is_store_broken;
@@ -131,7 +129,6 @@ static fsdp_status store_set(void *context, const char *key, const void *value,
 static fsdp_status store_get(void *context, const char *key, int64_t timeout_ms,
                              void *value, int64_t capacity, int64_t *nbytes,
                              fsdp_error *error) {
-  const struct timespec pause = {.tv_nsec = 1000000};
   (void)context;
   if (begin_request()) {
     return FSDP_FAIL(error, FSDP_BACKEND, "injected at store get %s", key);
@@ -147,7 +144,7 @@ static fsdp_status store_get(void *context, const char *key, int64_t timeout_ms,
     unlock();
     if (place != NULL) return FSDP_OK;
     if (waited_ms >= timeout_ms) break;
-    (void)nanosleep(&pause, NULL);
+    check_sleep_ms(1);
   }
   return FSDP_FAIL(error, FSDP_BACKEND, "no key %s after %" PRId64 " ms", key,
                    timeout_ms);

@@ -1,10 +1,7 @@
 /*
  * Fixture of the NCCL transport's tests.
  */
-#define _POSIX_C_SOURCE 200809L /* nanosleep */
 #include "nccl_fixture.h"
-
-#include <time.h>
 
 #include "base/alloc.h"
 #include "nccl/nccl_priv.h"
@@ -59,7 +56,7 @@ fsdp_transport *nccl_fixture_join_next(const fsdp_nccl_options *options,
 
 void nccl_fixture_check_nothing_lives(void) {
   for (int i = 0; i < 10000 && fsdp_alloc_live() > 0; i++) {
-    nccl_fixture_sleep_ms(1); /* a thread that was stuck frees the rest */
+    check_sleep_ms(1); /* a thread that was stuck frees the rest */
   }
   CHECK_I64(fsdp_alloc_live(), 0);
 }
@@ -146,23 +143,29 @@ done:
   return status;
 }
 
-void *nccl_fixture_gather_in_thread(void *thread) {
-  nccl_fixture_thread *self = thread;
+static void *gather_in_thread(void *gather) {
+  nccl_fixture_gather_thread *self = gather;
   self->status = nccl_fixture_gather(self->transport, "unit 'b'", &self->error);
   return NULL;
 }
 
-void nccl_fixture_wait_for_aborts(int64_t num) {
-  for (int i = 0; i < 10000 && nccl_fake_num(NCCL_FAKE_ABORTS) < num; i++) {
-    nccl_fixture_sleep_ms(1);
-  }
-  CHECK_I64(nccl_fake_num(NCCL_FAKE_ABORTS), num);
+void nccl_fixture_start_gather(nccl_fixture_gather_thread *self,
+                               const char *tape) {
+  CHECK(pthread_create(&self->thread, NULL, gather_in_thread, self) == 0);
+  nccl_fixture_wait_for_tape(tape);
 }
 
-void nccl_fixture_sleep_ms(int64_t time_ms) {
-  const struct timespec time = {.tv_sec = (time_t)(time_ms / 1000),
-                                .tv_nsec = (long)(time_ms % 1000) * 1000000};
-  (void)nanosleep(&time, NULL);
+void nccl_fixture_join_gather(nccl_fixture_gather_thread *self,
+                              fsdp_status status) {
+  CHECK(pthread_join(self->thread, NULL) == 0);
+  CHECK_I64(self->status, status);
+}
+
+void nccl_fixture_wait_for_aborts(int64_t num) {
+  for (int i = 0; i < 10000 && nccl_fake_num(NCCL_FAKE_ABORTS) < num; i++) {
+    check_sleep_ms(1);
+  }
+  CHECK_I64(nccl_fake_num(NCCL_FAKE_ABORTS), num);
 }
 
 fsdp_status nccl_fixture_wait_for_failure(fsdp_transport *transport,
@@ -170,7 +173,7 @@ fsdp_status nccl_fixture_wait_for_failure(fsdp_transport *transport,
   for (int i = 0; i < 10000; i++) {
     const fsdp_status status = transport->ops->check(transport, error);
     if (status != FSDP_OK) return status;
-    nccl_fixture_sleep_ms(1);
+    check_sleep_ms(1);
   }
   return FSDP_OK;
 }
@@ -178,7 +181,7 @@ fsdp_status nccl_fixture_wait_for_failure(fsdp_transport *transport,
 void nccl_fixture_wait_for_tape(const char *text) {
   for (int i = 0; i < 10000; i++) {
     if (strstr(nccl_fake_tape(), text) != NULL) return;
-    nccl_fixture_sleep_ms(1);
+    check_sleep_ms(1);
   }
   CHECK(strstr(nccl_fake_tape(), text) != NULL);
 }

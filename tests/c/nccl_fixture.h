@@ -5,6 +5,8 @@
 #ifndef FSDP_TESTS_NCCL_FIXTURE_H
 #define FSDP_TESTS_NCCL_FIXTURE_H
 
+#include <pthread.h>
+
 #include "base/dtypes.h"
 #include "check.h"
 #include "nccl_fake.h"
@@ -57,12 +59,18 @@ fsdp_status nccl_fixture_gather(fsdp_transport *transport, const char *label,
                                 fsdp_error *error);
 
 /* A gather of "unit 'b'" in a thread of its own. */
-typedef struct nccl_fixture_thread {
+typedef struct nccl_fixture_gather_thread {
   fsdp_transport *transport;
+  pthread_t thread;
   fsdp_status status;
   fsdp_error error;
-} nccl_fixture_thread;
-void *nccl_fixture_gather_in_thread(void *thread);
+} nccl_fixture_gather_thread;
+/* Returns when the fake's tape has `tape`. */
+void nccl_fixture_start_gather(nccl_fixture_gather_thread *self,
+                               const char *tape);
+/* It ends with this status. */
+void nccl_fixture_join_gather(nccl_fixture_gather_thread *self,
+                              fsdp_status status);
 
 /* Waits up to 10 s for so many aborts. */
 void nccl_fixture_wait_for_aborts(int64_t num);
@@ -71,6 +79,5 @@ fsdp_status nccl_fixture_wait_for_failure(fsdp_transport *transport,
                                           fsdp_error *error);
 /* Waits up to 10 s for `text` on the fake's tape. */
 void nccl_fixture_wait_for_tape(const char *text);
-void nccl_fixture_sleep_ms(int64_t time_ms);
 
 #endif /* FSDP_TESTS_NCCL_FIXTURE_H */

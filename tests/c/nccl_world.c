@@ -1,7 +1,6 @@
 /*
  * The world of the random failures: NCCL, its streams and the store.
  */
-#define _POSIX_C_SOURCE 200809L /* nanosleep */
 #include "nccl_world.h"
 
 #include <inttypes.h>
@@ -9,7 +8,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
+
+#include "check.h"
 
 struct fsdp_nccl_comm {
   nccl_world_group *_Atomic group; /* an abort looks at the other one's */
@@ -32,11 +32,6 @@ static _Atomic bool g_is_silent;
 static struct fsdp_nccl_comm g_comms[NCCL_WORLD_MAX_GROUPS];
 static _Thread_local struct fsdp_nccl_comm
     *t_last; /* for the event behind it */
-
-static void pause_1ms(void) {
-  const struct timespec time = {.tv_nsec = 1000000};
-  (void)nanosleep(&time, NULL);
-}
 
 static void note_wrong(const char *what) {
   atomic_fetch_add(&g_world->num_wrong, 1);
@@ -94,7 +89,7 @@ static int wait_for_peers(fsdp_nccl_comm *comm, int64_t num) {
   while (!is_launched(comm->group, num)) {
     if (atomic_load(&comm->is_ending)) return FSDP_NCCL_INTERNAL_ERROR;
     if (has_lost_peer(comm->group)) return FSDP_NCCL_REMOTE_ERROR;
-    pause_1ms();
+    check_sleep_ms(1);
   }
   return FSDP_NCCL_SUCCESS;
 }
@@ -144,7 +139,7 @@ static int world_finalize(fsdp_nccl_comm *comm) {
   for (int64_t i = 0; i < g_world->world_size; i++) {
     while (!atomic_load(&group->has_left[i]) && !has_lost_peer(group) &&
            !atomic_load(&comm->is_ending)) {
-      pause_1ms();
+      check_sleep_ms(1);
     }
   }
   leave(comm);
@@ -172,7 +167,7 @@ static int world_abort(fsdp_nccl_comm *comm) {
   }
   atomic_store(&comm->group->is_aborted[g_rank], true);
   for (int i = 0; i < NCCL_WORLD_MAX_GROUPS; i++) {
-    while (has_kernel(&g_comms[i])) pause_1ms();
+    while (has_kernel(&g_comms[i])) check_sleep_ms(1);
   }
   atomic_store(&comm->is_over, true);
   return FSDP_NCCL_SUCCESS;
@@ -297,7 +292,7 @@ static void lock_store(void) {
     while (atomic_exchange(&g_world->store_lock, true)) (void)sched_yield();
     if (!atomic_load(&g_is_silent)) return;
     unlock_store();
-    pause_1ms();
+    check_sleep_ms(1);
   }
 }
 
@@ -310,7 +305,7 @@ void nccl_world_be_silent(void) {
 /* Whether the store takes a request; may never return. */
 static bool begin_request(void) {
   while (atomic_load(&g_world->store_mode) == NCCL_WORLD_STORE_HANGS) {
-    pause_1ms();
+    check_sleep_ms(1);
   }
   return atomic_load(&g_world->store_mode) == NCCL_WORLD_STORE_WORKS;
 }
@@ -355,7 +350,7 @@ static fsdp_status store_get(void *context, const char *key, int64_t timeout_ms,
     unlock_store();
     if (entry != NULL) return FSDP_OK;
     if (waited_ms >= timeout_ms) break;
-    pause_1ms();
+    check_sleep_ms(1);
   }
   return FSDP_FAIL(error, FSDP_BACKEND, "no key %s", key);
 }

@@ -9,7 +9,6 @@
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "base/alloc.h"
@@ -39,16 +38,10 @@ typedef struct store_memory {
 /* Of the running test. */
 static _Atomic int32_t *g_pids;
 
-void shm_sleep_ms(int64_t ms) {
-  const struct timespec time = {.tv_sec = (time_t)(ms / 1000),
-                                .tv_nsec = (long)(ms % 1000) * 1000000};
-  (void)nanosleep(&time, NULL);
-}
-
 bool shm_await(const _Atomic int32_t *word, int32_t value) {
   for (int i = 0; i < HARD_LIMIT_S * 1000; i++) {
     if (atomic_load(word) >= value) return true;
-    shm_sleep_ms(1);
+    check_sleep_ms(1);
   }
   return false;
 }
@@ -92,7 +85,7 @@ static fsdp_status store_get(void *context, const char *key, int64_t timeout_ms,
       *nbytes = entry->nbytes;
       return FSDP_OK;
     }
-    shm_sleep_ms(1);
+    check_sleep_ms(1);
   }
   return FSDP_FAIL(error, FSDP_BACKEND, "no key %s after %" PRId64 " ms", key,
                    timeout_ms);

@@ -72,6 +72,4 @@ int64_t shm_num_segments(void);
 /* Waits until `*word` is at least `value`; not for ever. */
 bool shm_await(const _Atomic int32_t *word, int32_t value);
 
-void shm_sleep_ms(int64_t ms);
-
 #endif /* FSDP_TESTS_SHM_FIXTURE_H */

@@ -114,7 +114,7 @@ static void run_at_random(const shm_rank *given) {
         .numel = check_random(&shared, 4000),
         .salt = step,
     };
-    if (check_random(&own, 6) == 0) shm_sleep_ms(check_random(&own, 3));
+    if (check_random(&own, 6) == 0) check_sleep_ms(check_random(&own, 3));
     shm_start(&self, joined.transport, &call);
     list[num++] = call;
     while (num == MAX_IN_FLIGHT || (num > 0 && check_random(&own, 2) == 0)) {

@@ -76,7 +76,7 @@ static fsdp_status query(void *context, void *event, bool *is_done,
 static void wait_for_questions(int64_t num) {
   const int64_t before = atomic_load(&g_num_asked);
   for (int i = 0; i < 10000 && atomic_load(&g_num_asked) < before + num; i++) {
-    nccl_fixture_sleep_ms(1);
+    check_sleep_ms(1);
   }
   CHECK(atomic_load(&g_num_asked) >= before + num);
 }
@@ -123,7 +123,7 @@ TEST(test_captured_calls_have_no_events) {
                                         nccl_fixture_memory, 8, NCCL_F32, NULL,
                                         &error));
   }
-  nccl_fixture_sleep_ms(100);
+  check_sleep_ms(100);
   CHECK_OK(transport->ops->check(transport, &error));
   /* A call that is not captured has one again. */
   call.is_captured = false;
@@ -144,7 +144,7 @@ TEST(test_errors_about_captures) {
   nccl_fake_event_set_error(CAPTURING);
   for (int i = 0; i < 10; i++) {
     CHECK_OK(nccl_fixture_gather(transport, "unit 'a'", &error));
-    nccl_fixture_sleep_ms(2);
+    check_sleep_ms(2);
   }
   CHECK_OK(transport->ops->check(transport, &error));
   nccl_fake_event_set_error(NULL);
@@ -158,7 +158,7 @@ TEST(test_errors_about_captures) {
   nccl_fake_hold_watchdog(true);
   CHECK_OK(nccl_fixture_gather(transport, "unit 'a'", &error));
   nccl_fake_hold_watchdog(false);
-  nccl_fixture_sleep_ms(100);
+  check_sleep_ms(100);
   nccl_fake_hold_watchdog(true);
   CHECK_OK(nccl_fixture_gather(transport, "unit 'b'", &error));
   CHECK_OK(transport->ops->check(transport, &error));

@@ -3,11 +3,8 @@
  * communicator's abort, the store, a thread inside NCCL, a leaked model. Run
  * under ThreadSanitizer, too (make tsan).
  */
-#define _POSIX_C_SOURCE 200809L /* fork */
 #include <pthread.h>
 #include <stdlib.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include "base/alloc.h"
 #include "nccl/nccl_priv.h"
@@ -154,17 +151,13 @@ TEST(test_last_words_of_many_ranks) {
  * waits for a peer's connection. */
 TEST(test_launch_that_hangs) {
   const fsdp_nccl_options options = quick_options();
-  nccl_fixture_thread call = {0};
-  pthread_t thread;
+  nccl_fixture_gather_thread call = {0};
   call.transport = nccl_fixture_join(&options, 0, 1);
   nccl_fake_set(NCCL_FAKE_BLOCKING, true);
   nccl_fake_hold_watchdog(true);
-  CHECK(pthread_create(&thread, NULL, nccl_fixture_gather_in_thread, &call) ==
-        0);
-  nccl_fixture_wait_for_tape("all_gather");
+  nccl_fixture_start_gather(&call, "all_gather");
   nccl_fake_hold_watchdog(false);
-  CHECK(pthread_join(thread, NULL) == 0);
-  CHECK(call.status == FSDP_BACKEND);
+  nccl_fixture_join_gather(&call, FSDP_BACKEND);
   CHECK_TEXT(call.error.message,
              "rank 0 of 1: all_gather on the host is still in progress after "
              "100 ms, at operation 1 of the gathers (unit 'b'): another rank "
@@ -178,41 +171,23 @@ TEST(test_launch_beside_one_that_hangs) {
   const fsdp_nccl_options options = quick_options();
   fsdp_nccl_options next_options = nccl_fixture_quick_options();
   next_options.prefix = "q";
-  nccl_fixture_thread call = {0};
-  pthread_t thread;
+  nccl_fixture_gather_thread call = {0};
   fsdp_error error = {0};
   call.transport = nccl_fixture_join(&options, 0, 1);
   fsdp_transport *next = nccl_fixture_join_next(&next_options, 0, 1);
   nccl_fake_set(NCCL_FAKE_BLOCKING, true);
-  CHECK(pthread_create(&thread, NULL, nccl_fixture_gather_in_thread, &call) ==
-        0);
-  nccl_fixture_wait_for_tape("all_gather");
+  nccl_fixture_start_gather(&call, "all_gather");
   nccl_fake_set(NCCL_FAKE_BLOCKING, false); /* for the next one */
   CHECK_OK(nccl_fixture_gather(next, "unit 'c'", &error));
-  CHECK(pthread_join(thread, NULL) == 0);
-  CHECK(call.status == FSDP_BACKEND);
+  nccl_fixture_join_gather(&call, FSDP_BACKEND);
   call.transport->ops->destroy(call.transport);
   nccl_fixture_leave(next);
 }
 
 /* ---- The end of the process -----------------------------------------------*/
 
-/* Runs `body` in a child, for the end of a process is its last act. */
-static void run_in_child(bool (*body)(void)) {
-  (void)fflush(stdout);
-  const pid_t child = fork();
-  if (child == 0) {
-    const int64_t before = check_num_failures;
-    const bool is_right = body() && check_num_failures == before;
-    (void)fflush(stdout);
-    _exit(is_right ? 0 : 1);
-  }
-  int exit_status = -1;
-  CHECK(child > 0 && waitpid(child, &exit_status, 0) == child);
-  CHECK_I64(exit_status, 0);
-}
-
-static bool leave_all_with_leaks(void) {
+static void leave_all_with_leaks(void *context) {
+  (void)context;
   fsdp_nccl_options options = nccl_fixture_options();
   options.poll_ms = 1;
   fsdp_nccl_options other_options = options;
@@ -239,32 +214,28 @@ static bool leave_all_with_leaks(void) {
   idle->ops->destroy(idle); /* a model that goes later still */
   nccl_fixture_leave(hanging);
   CHECK_I64(fsdp_alloc_live(), 0);
-  return true;
 }
 
-static bool leave_all_that_hang(void) {
+static void leave_all_that_hang(void *context) {
+  (void)context;
   fsdp_nccl_options options = nccl_fixture_options();
   options.leave_ms = 50;
-  nccl_fixture_thread call = {0};
-  pthread_t thread;
+  nccl_fixture_gather_thread call = {0};
   call.transport = nccl_fixture_join(&options, 0, 1);
   nccl_fake_set(NCCL_FAKE_BLOCKING, true);
-  CHECK(pthread_create(&thread, NULL, nccl_fixture_gather_in_thread, &call) ==
-        0);
-  nccl_fixture_wait_for_tape("all_gather");
+  nccl_fixture_start_gather(&call, "all_gather");
   fsdp_nccl_leave_all(); /* under the call */
   CHECK_I64(nccl_fake_num_live(), 0);
-  CHECK(pthread_join(thread, NULL) == 0);
-  CHECK(call.status == FSDP_INVALID_STATE);
+  nccl_fixture_join_gather(&call, FSDP_INVALID_STATE);
   nccl_fixture_leave(call.transport);
 
   nccl_fake_set(NCCL_FAKE_BLOCKING, false);
-  return true;
 }
 
 /* ncclCommInitRankConfig does not return: the caller has its error, the next
  * group works, and the process ends. */
-static bool leave_all_that_never_joined(void) {
+static void leave_all_that_never_joined(void *context) {
+  (void)context;
   fsdp_nccl_options options = nccl_fixture_options();
   fsdp_nccl_options next_options = options;
   fsdp_error error = {0};
@@ -288,30 +259,26 @@ static bool leave_all_that_never_joined(void) {
   CHECK_I64(nccl_fake_num_live(), 1); /* NCCL still has it */
   CHECK_LACKS(nccl_fake_tape(), "WRONG");
   next->ops->destroy(next);
-  return true;
 }
 
 /* The same while the caller still waits, in another thread. */
-static bool leave_all_that_joins(void) {
+static void leave_all_that_joins(void *context) {
+  (void)context;
   const fsdp_nccl_options options = nccl_fixture_options();
-  nccl_fixture_thread call = {0};
-  pthread_t thread;
+  nccl_fixture_gather_thread call = {0};
   nccl_fake_reset();
   nccl_fake_set(NCCL_FAKE_INITS_WAIT, 1);
   call.transport = nccl_fixture_create(&options, 0, 2);
-  CHECK(pthread_create(&thread, NULL, nccl_fixture_gather_in_thread, &call) ==
-        0);
-  nccl_fixture_wait_for_tape("init 0");
+  nccl_fixture_start_gather(&call, "init 0");
   fsdp_nccl_leave_all();
-  CHECK(pthread_join(thread, NULL) == 0);
-  CHECK(call.status == FSDP_INVALID_STATE);
+  nccl_fixture_join_gather(&call, FSDP_INVALID_STATE);
   nccl_fake_set(NCCL_FAKE_INITS_WAIT, 0);
   nccl_fixture_leave(call.transport); /* aborted: nobody wants it any more */
   CHECK_I64(nccl_fake_num(NCCL_FAKE_ABORTS), 1);
-  return true;
 }
 
-static bool leave_all_in_flight(void) {
+static void leave_all_in_flight(void *context) {
+  (void)context;
   fsdp_nccl_options options = nccl_fixture_options();
   options.leave_ms = 50;
   fsdp_transport *transport = nccl_fixture_join(&options, 0, 1);
@@ -320,7 +287,6 @@ static bool leave_all_in_flight(void) {
   fsdp_nccl_leave_all();
   CHECK_I64(nccl_fake_num(NCCL_FAKE_ABORTS), 2);
   nccl_fixture_leave(transport);
-  return true;
 }
 
 /* ---- Operations that end one after another ------------------------------- */
@@ -396,10 +362,11 @@ TEST(test_leaving_with_live_graphs) {
   CHECK_LACKS(nccl_fake_tape(), "WRONG");
 }
 
+/* Each in a child: it is the last act of a process. */
 TEST(test_end_of_the_process) {
-  run_in_child(leave_all_with_leaks);
-  run_in_child(leave_all_that_hang);
-  run_in_child(leave_all_in_flight);
-  run_in_child(leave_all_that_never_joined);
-  run_in_child(leave_all_that_joins);
+  check_in_child(leave_all_with_leaks, NULL);
+  check_in_child(leave_all_that_hang, NULL);
+  check_in_child(leave_all_in_flight, NULL);
+  check_in_child(leave_all_that_never_joined, NULL);
+  check_in_child(leave_all_that_joins, NULL);
 }

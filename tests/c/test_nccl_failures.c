@@ -293,7 +293,7 @@ TEST(test_nobody_joins) {
   CHECK_I64(nccl_fake_num_live(), 1);
   nccl_fake_set(NCCL_FAKE_INITS_WAIT, false);
   for (int i = 0; i < 10000 && !atomic_load(&is_released); i++) {
-    nccl_fixture_sleep_ms(1);
+    check_sleep_ms(1);
   }
   CHECK(atomic_load(&is_released));
   CHECK_I64(nccl_fake_num(NCCL_FAKE_ABORTS), 1);

@@ -32,23 +32,21 @@ static const char *refusal(const char *path) {
   return error.message;
 }
 
+static void find_loaded(void *context) {
+  const fsdp_nccl_search search = {.wheel_path = "/nowhere"};
+  fsdp_nccl_library library = {.version = -7};
+  const char *path = file("libwrong_none.so");
+  (void)context;
+  CHECK(dlopen(path, RTLD_NOW | RTLD_GLOBAL) != NULL);
+  CHECK_OK(fsdp_nccl_library_open(&search, &library, NULL));
+  CHECK_I64(library.origin, FSDP_NCCL_LOADED);
+  CHECK_TEXT(library.path, path);
+}
+
 /* NCCL inside another library, or under another name. In a process of its own:
  * what was found once stays loaded. */
 TEST(test_symbols_that_are_loaded) {
-  const fsdp_nccl_search search = {.wheel_path = "/nowhere"};
-  fsdp_nccl_library library = {.version = -7};
-  const pid_t child = fork();
-  if (child == 0) {
-    const char *path = file("libwrong_none.so");
-    const bool is_right =
-        dlopen(path, RTLD_NOW | RTLD_GLOBAL) != NULL &&
-        fsdp_nccl_library_open(&search, &library, NULL) == FSDP_OK &&
-        library.origin == FSDP_NCCL_LOADED && strcmp(library.path, path) == 0;
-    _exit(is_right ? 0 : 1);
-  }
-  int exit_status = -1;
-  CHECK(child > 0 && waitpid(child, &exit_status, 0) == child);
-  CHECK_I64(exit_status, 0);
+  check_in_child(find_loaded, NULL);
 }
 
 /* Runs before any libnccl.so.2 is loaded, then loads one. */

@@ -10,7 +10,6 @@
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "base/dtypes.h"
@@ -82,12 +81,6 @@ static program make_program(uint64_t number) {
   return p;
 }
 
-static void sleep_ms(int64_t time_ms) {
-  const struct timespec time = {.tv_sec = (time_t)(time_ms / 1000),
-                                .tv_nsec = (long)(time_ms % 1000) * 1000000};
-  (void)nanosleep(&time, NULL);
-}
-
 /* ---- A rank ---------------------------------------------------------------*/
 
 /* What the rank meets before step `step`, or before it leaves. */
@@ -100,10 +93,10 @@ static void meet_fate(const program *p, nccl_world *world, int64_t rank,
   if (p->fate_step[rank] != step) return;
   switch (p->fates[rank]) {
     case LATE:
-      sleep_ms(TIMEOUT_MS / 10);
+      check_sleep_ms(TIMEOUT_MS / 10);
       break;
     case ABSENT:
-      sleep_ms(3 * TIMEOUT_MS);
+      check_sleep_ms(3 * TIMEOUT_MS);
       break;
     case DIES:
       nccl_world_be_silent();
@@ -151,7 +144,7 @@ static void synchronize(fsdp_transport *transport) {
       FSDP_IGNORE(fsdp_nccl_priv_retire(self, (fsdp_channel)i,
                                         FSDP_NCCL_MAX_OUTSTANDING, NULL));
       if (!fsdp_nccl_priv_oldest(self, (fsdp_channel)i, &oldest)) break;
-      sleep_ms(1);
+      check_sleep_ms(1);
     }
   }
 }
@@ -312,7 +305,7 @@ TEST(test_random_failures) {
       is_busy = true;
       look_at(&all[i]);
     }
-    sleep_ms(2);
+    check_sleep_ms(2);
   }
   CHECK_I64(next, end);
 }

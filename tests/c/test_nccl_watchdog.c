@@ -2,10 +2,7 @@
  * NCCL transport: the watchdog, which sees what fails or hangs while the host
  * makes no calls. Run under ThreadSanitizer, too (make tsan).
  */
-#define _POSIX_C_SOURCE 200809L /* fork */
 #include <pthread.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include "base/alloc.h"
 #include "nccl/nccl_priv.h"
@@ -36,7 +33,7 @@ TEST(test_hang) {
   nccl_fake_hold_watchdog(true);
   CHECK_OK(nccl_fixture_unit(transport, true, &error));
   nccl_fake_hold_watchdog(false);
-  nccl_fixture_sleep_ms(150); /* done: no reason to end */
+  check_sleep_ms(150); /* done: no reason to end */
   nccl_fake_hold_watchdog(true);
   CHECK_OK(transport->ops->check(transport, &error));
 
@@ -96,7 +93,7 @@ TEST(test_more_operations_than_places) {
     CHECK_OK(nccl_fixture_gather(transport, "unit 'a'", &error));
   }
   CHECK_I64(nccl_fake_num_events(), 128);
-  nccl_fixture_sleep_ms(20); /* without a limit there is none */
+  check_sleep_ms(20); /* without a limit there is none */
   CHECK_OK(transport->ops->check(transport, &error));
   nccl_fake_hold_events(false);
   CHECK_OK(nccl_fixture_gather(transport, "unit 'a'", &error));
@@ -112,8 +109,7 @@ static void be_stuck(bool has_revoke, const char *tape) {
   options.timeout_ms = 100;
   fsdp_nccl_library library = nccl_fake_library();
   const fsdp_store store = nccl_fake_store();
-  nccl_fixture_thread call = {0};
-  pthread_t thread;
+  nccl_fixture_gather_thread call = {0};
   nccl_fake_reset();
   if (!has_revoke) library.api.comm_revoke = NULL;
   CHECK_OK(fsdp_nccl_create(&library, &options, &store, 0, 1, &call.transport,
@@ -124,12 +120,9 @@ static void be_stuck(bool has_revoke, const char *tape) {
   nccl_fake_clear_tape();
   nccl_fake_set_base(nccl_fixture_memory);
   nccl_fake_set(NCCL_FAKE_BLOCKING, true);
-  CHECK(pthread_create(&thread, NULL, nccl_fixture_gather_in_thread, &call) ==
-        0);
-  nccl_fixture_wait_for_tape("all_gather");
+  nccl_fixture_start_gather(&call, "all_gather");
   nccl_fake_hold_watchdog(false);
-  CHECK(pthread_join(thread, NULL) == 0);
-  CHECK(call.status == FSDP_BACKEND);
+  nccl_fixture_join_gather(&call, FSDP_BACKEND);
   CHECK(strstr(call.error.message,
                "rank 0 of 1: operation 1 of the gathers (unit 'a') did not end "
                "within 100 ms") == call.error.message);
@@ -167,38 +160,33 @@ TEST(test_another_rank_failed) {
   nccl_fixture_leave(second);
 }
 
+static void use_after_fork(void *context) {
+  fsdp_transport *transport = context;
+  fsdp_error error = {0};
+  CHECK(!fsdp_nccl_priv_has_watchdog());
+  CHECK_FAILS(nccl_fixture_gather(transport, "x", &error), FSDP_INVALID_STATE,
+              error.message, "..was forked from the one that");
+  CHECK_OK(transport->ops->check(transport, &error));
+  transport->ops->destroy(transport);
+  CHECK_I64(fsdp_alloc_live(), 0);
+  CHECK_TEXT(nccl_fake_tape(), "");
+#ifndef __SANITIZE_THREAD__ /* which cannot start threads in such a child */
+  /* A group of its own works, with a watchdog of its own. */
+  const fsdp_nccl_options options = nccl_fixture_quick_options();
+  transport = nccl_fixture_join(&options, 0, 2);
+  CHECK(fsdp_nccl_priv_has_watchdog());
+  CHECK_OK(nccl_fixture_unit(transport, true, &error));
+  transport->ops->destroy(transport);
+#endif
+}
+
 TEST(test_fork) {
   const fsdp_nccl_options options = nccl_fixture_quick_options();
   fsdp_transport *transport = nccl_fixture_join(&options, 0, 2);
-  fsdp_error error = {0};
-  CHECK_OK(nccl_fixture_unit(transport, true, &error));
+  CHECK_OK(nccl_fixture_unit(transport, true, NULL));
   nccl_fake_clear_tape();
-  (void)fflush(stdout);
-  const int64_t num_failures = check_num_failures;
-  const pid_t child = fork();
-  if (child == 0) {
-    bool is_right = !fsdp_nccl_priv_has_watchdog();
-    is_right = is_right && nccl_fixture_gather(transport, "x", &error) ==
-                               FSDP_INVALID_STATE;
-    is_right = is_right &&
-               strstr(error.message, "was forked from the one that") != NULL;
-    is_right = is_right && transport->ops->check(transport, &error) == FSDP_OK;
-    transport->ops->destroy(transport);
-    is_right = is_right && fsdp_alloc_live() == 0;
-    is_right = is_right && strcmp(nccl_fake_tape(), "") == 0;
-#ifndef __SANITIZE_THREAD__ /* which cannot start threads in such a child */
-    /* A group of its own works, with a watchdog of its own. */
-    transport = nccl_fixture_join(&options, 0, 2);
-    is_right = is_right && fsdp_nccl_priv_has_watchdog() &&
-               nccl_fixture_unit(transport, true, &error) == FSDP_OK;
-    transport->ops->destroy(transport);
-#endif
-    _exit(is_right && check_num_failures == num_failures ? 0 : 1);
-  }
-  int exit_status = -1;
-  CHECK(child > 0 && waitpid(child, &exit_status, 0) == child);
-  CHECK_I64(exit_status, 0);
-  CHECK_OK(nccl_fixture_unit(transport, true, &error));
+  check_in_child(use_after_fork, transport);
+  CHECK_OK(nccl_fixture_unit(transport, true, NULL));
   nccl_fixture_leave(transport);
 }
 
@@ -230,7 +218,7 @@ static void run_threads(bool fails) {
   for (int i = 0; i < 2; i++) {
     CHECK(pthread_create(&threads[i], NULL, work, &workers[i]) == 0);
   }
-  nccl_fixture_sleep_ms(3);
+  check_sleep_ms(3);
   if (fails) nccl_fake_set(NCCL_FAKE_ASYNC_ERROR, FSDP_NCCL_REMOTE_ERROR);
   for (int i = 0; i < 2; i++) CHECK(pthread_join(threads[i], NULL) == 0);
   for (int i = 0; i < 2 && !fails; i++) CHECK(workers[i].status == FSDP_OK);

@@ -110,7 +110,7 @@ static shm_call random_call(uint64_t *seed, int64_t world_size, int64_t step) {
 }
 
 static void pause_at_random(uint64_t *seed) {
-  if (check_random(seed, 6) == 0) shm_sleep_ms(check_random(seed, 3));
+  if (check_random(seed, 6) == 0) check_sleep_ms(check_random(seed, 3));
 }
 
 typedef struct in_flight {

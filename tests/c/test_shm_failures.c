@@ -127,7 +127,7 @@ static void await_stop(pid_t pid) {
   (void)snprintf(path, sizeof path, "/proc/%d/stat", (int)pid);
   while (strstr(text, ") T ") == NULL) {
     if (!CHECK(fsdp_shm_priv_read_file(path, text, sizeof text) == 0)) return;
-    shm_sleep_ms(1);
+    check_sleep_ms(1);
   }
 }
 
@@ -229,7 +229,7 @@ static void leave_after(const shm_rank *self) {
   uint64_t ticket = 0;
   CHECK_OK(start_call(transport, GATHER, "last", &ticket, &error));
   if (self->rank != VICTIM) {
-    shm_sleep_ms(150);
+    check_sleep_ms(150);
     CHECK_OK(
         transport->ops->wait(transport, FSDP_CHANNEL_GATHER, ticket, &error));
   }

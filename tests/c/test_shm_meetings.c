@@ -130,7 +130,7 @@ static fsdp_status slow_get(void *context, const char *key, int64_t timeout_ms,
   if (CHECK(self->num_gets < SLOW_GETS)) {
     self->limits_ms[self->num_gets++] = timeout_ms;
   }
-  shm_sleep_ms(SLOW_MS);
+  check_sleep_ms(SLOW_MS);
   memset(value, 0,
          (size_t)capacity); /* of another version: nothing is mapped */
   *nbytes = capacity;

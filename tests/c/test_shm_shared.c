@@ -169,7 +169,7 @@ static void read_slowly(const shm_rank *self) {
   shards s = begin(self, "slow", true);
   CHECK_OK(open_all(&s, NULL));
   if (self->rank == 1) {
-    shm_sleep_ms(30);
+    check_sleep_ms(30);
     CHECK(holds(s.whole, &s, 0, self->rank, 0));
     atomic_store(is_closing, 1);
     close_all(&s);
