@@ -11,6 +11,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "base/alloc.h"
+
 typedef struct test {
   char file[64]; /* without folder and ending */
   int line;
@@ -113,9 +115,11 @@ int main(int argc, char **argv) {
     }
     if (!is_chosen) continue;
     const int64_t before = check_num_failures;
+    const int64_t live = fsdp_alloc_live();
     g_tests[i].run();
     if (g_at_end != NULL) g_at_end();
     g_at_end = NULL;
+    CHECK_I64(fsdp_alloc_live(), live);
     num_run++;
     if (check_num_failures == before) continue;
     num_failed++;

@@ -1,6 +1,7 @@
 /*
  * Check: the whole C test framework. A test is a function that states facts
- * with CHECK; the program of all tests finds it by itself.
+ * with CHECK and frees what it allocates; the program of all tests finds it by
+ * itself.
  *
  *   TEST(test_that_one_is_odd) {
  *     CHECK_I64(1 % 2, 1);

@@ -4,14 +4,19 @@
 #include "placement_fixture.h"
 
 #include "check.h"
-#include "layout/param_table.h"
+
+fsdp_param_table *placement_table(const fsdp_param_spec *uses,
+                                  int64_t num_uses) {
+  fsdp_param_table *table = NULL;
+  CHECK_OK(fsdp_param_table_create(uses, num_uses, &table, NULL));
+  return table;
+}
 
 fsdp_flat_layout *placement_layout(const fsdp_param_spec *uses,
                                    int64_t num_uses, int64_t world_size,
                                    fsdp_alignment alignment) {
-  fsdp_param_table *table = NULL;
+  fsdp_param_table *table = placement_table(uses, num_uses);
   fsdp_flat_layout *layout = NULL;
-  CHECK_OK(fsdp_param_table_create(uses, num_uses, &table, NULL));
   CHECK_OK(
       fsdp_flat_layout_create(table, world_size, alignment, &layout, NULL));
   fsdp_param_table_destroy(table);

@@ -1,13 +1,17 @@
 /*
- * Small layouts and placements that must succeed, for the tests of state/.
+ * Small layouts and placements that must succeed.
  */
 #ifndef FSDP_TESTS_PLACEMENT_FIXTURE_H
 #define FSDP_TESTS_PLACEMENT_FIXTURE_H
 
 #include "layout/flat_layout.h"
+#include "layout/param_table.h"
 #include "state/placement.h"
 
 /* All return new references. */
+fsdp_param_table *placement_table(const fsdp_param_spec *uses,
+                                  int64_t num_uses);
+
 fsdp_flat_layout *placement_layout(const fsdp_param_spec *uses,
                                    int64_t num_uses, int64_t world_size,
                                    fsdp_alignment alignment);

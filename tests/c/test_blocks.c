@@ -8,6 +8,7 @@
 #include "every_allocation.h"
 #include "layout/blocks.h"
 #include "layout/flat_layout.h"
+#include "placement_fixture.h"
 
 enum { MAX_PARAMS = 40, MAX_SPACE = 4096 };
 
@@ -16,8 +17,9 @@ typedef struct sizes {
   int64_t block_numel;
 } sizes;
 
-static int64_t place(const sizes *given, int64_t num_params, int64_t world_size,
-                     int64_t align, fsdp_blocks *params) {
+static int64_t place_blocks(const sizes *given, int64_t num_params,
+                            int64_t world_size, int64_t align,
+                            fsdp_blocks *params) {
   int64_t shard_numel = -1;
   for (int64_t i = 0; i < num_params; i++) {
     params[i] = (fsdp_blocks){given[i].numel, given[i].block_numel, -1};
@@ -31,7 +33,8 @@ static void check_placed(const sizes *given, int64_t num_params,
                          int64_t world_size, int64_t align, int64_t shard_numel,
                          const int64_t *offsets) {
   fsdp_blocks params[MAX_PARAMS];
-  CHECK_I64(place(given, num_params, world_size, align, params), shard_numel);
+  CHECK_I64(place_blocks(given, num_params, world_size, align, params),
+            shard_numel);
   for (int64_t i = 0; i < num_params; i++) {
     CHECK_I64(params[i].offset, offsets[i]);
   }
@@ -73,9 +76,9 @@ TEST(test_all_is_aligned) {
 
 TEST(test_nothing_and_no_elements) {
   fsdp_blocks params[2];
-  CHECK_I64(place(NULL, 0, 3, 1, params), 0);
+  CHECK_I64(place_blocks(NULL, 0, 3, 1, params), 0);
   const sizes given[] = {{0, 5}, {0, 0}};
-  CHECK_I64(place(given, 2, 3, 1, params), 0);
+  CHECK_I64(place_blocks(given, 2, 3, 1, params), 0);
   CHECK_I64(params[1].offset, 0);
 }
 
@@ -190,7 +193,7 @@ TEST(test_all_small_tables) {
                            kinds[i / num_kinds / num_kinds]};
     for (int64_t world_size = 1; world_size <= 4; world_size++) {
       fsdp_blocks params[3];
-      const int64_t found = place(given, 3, world_size, 1, params);
+      const int64_t found = place_blocks(given, 3, world_size, 1, params);
       const int64_t smallest = smallest_shard(given, 3, world_size);
       bool ok = check_layout(given, 3, world_size, 1, params, found);
       ok &= CHECK(found == smallest || found == smallest + 1);
@@ -222,7 +225,8 @@ TEST(test_random_tables) {
       given[i].block_numel =
           check_random(&seed, 2) == 0 ? 0 : check_random(&seed, 24);
     }
-    const int64_t found = place(given, num_params, world_size, align, params);
+    const int64_t found =
+        place_blocks(given, num_params, world_size, align, params);
     if (!check_layout(given, num_params, world_size, align, params, found)) {
       print_case(given, num_params, world_size, align);
       printf("  seed %" PRIu64 "\n", seed_of_round);
@@ -241,7 +245,7 @@ TEST(test_rows_of_a_layer_pad_little) {
   for (int i = 0; i < 12; i++) total += given[i].numel;
   for (int64_t world_size = 1; world_size <= 64; world_size *= 2) {
     fsdp_blocks params[12];
-    const int64_t found = place(given, 12, world_size, 4, params);
+    const int64_t found = place_blocks(given, 12, world_size, 4, params);
     const int64_t padding = found * world_size - total;
     /* Less than a row of 4 d for each rank. */
     CHECK(padding >= 0 && padding < 4 * d * world_size);
@@ -251,13 +255,7 @@ TEST(test_rows_of_a_layer_pad_little) {
 /* A whole layout ----------------------------------------------------------- */
 
 static const fsdp_dtype f32 = {1, 4};
-
-static fsdp_param_table *create_table(const fsdp_param_spec *uses,
-                                      int64_t num_uses) {
-  fsdp_param_table *table = NULL;
-  CHECK_OK(fsdp_param_table_create(uses, num_uses, &table, NULL));
-  return table;
-}
+static const fsdp_alignment unaligned = {.itemsize = 4};
 
 static fsdp_status create(const int64_t *block_numels,
                           fsdp_flat_layout **layout, fsdp_error *error) {
@@ -266,11 +264,10 @@ static fsdp_status create(const int64_t *block_numels,
                                   {3, 0, f32, true},
                                   {4, 7, f32, false},
                                   {5, 5, f32, true}};
-  const fsdp_alignment alignment = {.itemsize = 4};
   fsdp_param_table *table = NULL;
   fsdp_status status = FSDP_OK;
   FSDP_TRY(fsdp_param_table_create(uses, 5, &table, error));
-  FSDP_TRY(fsdp_flat_layout_create_in_blocks(table, block_numels, 2, alignment,
+  FSDP_TRY(fsdp_flat_layout_create_in_blocks(table, block_numels, 2, unaligned,
                                              layout, error));
 done:
   fsdp_param_table_destroy(table);
@@ -306,11 +303,10 @@ TEST(test_sizes_of_blocks_apart_pad_less) {
   const fsdp_param_spec uses[] = {
       {1, 48, f32, true}, {2, 4, f32, true}, {3, 48, f32, true}};
   const int64_t block_numels[] = {3, 0, 4};
-  const fsdp_alignment alignment = {.itemsize = 4};
   int64_t segments[3], offsets[3], shard_numels[3];
-  fsdp_param_table *table = create_table(uses, 3);
+  fsdp_param_table *table = placement_table(uses, 3);
   fsdp_flat_layout *layout = NULL;
-  CHECK_OK(fsdp_flat_layout_create_in_blocks(table, block_numels, 4, alignment,
+  CHECK_OK(fsdp_flat_layout_create_in_blocks(table, block_numels, 4, unaligned,
                                              &layout, NULL));
   for (int again = 0; again < 2; again++) {
     CHECK_I64(fsdp_flat_layout_num_segments(layout), 3);
@@ -337,10 +333,9 @@ TEST(test_sizes_of_blocks_apart_pad_less) {
 TEST(test_sizes_of_blocks_stay_together) {
   const fsdp_param_spec uses[] = {{1, 12, f32, true}, {2, 12, f32, true}};
   const int64_t block_numels[] = {3, 4};
-  const fsdp_alignment alignment = {.itemsize = 4};
-  fsdp_param_table *table = create_table(uses, 2);
+  fsdp_param_table *table = placement_table(uses, 2);
   fsdp_flat_layout *layout = NULL;
-  CHECK_OK(fsdp_flat_layout_create_in_blocks(table, block_numels, 2, alignment,
+  CHECK_OK(fsdp_flat_layout_create_in_blocks(table, block_numels, 2, unaligned,
                                              &layout, NULL));
   CHECK_I64(fsdp_flat_layout_num_segments(layout), 1);
   CHECK_I64(fsdp_flat_layout_segment(layout, 0)->padding_numel, 0);
@@ -365,7 +360,7 @@ static fsdp_status create_placed(const int64_t *offsets,
   const int64_t segments[] = {0, 0, 1};
   const fsdp_param_spec uses[] = {
       {1, 2, f32, true}, {2, 4, f32, true}, {3, 3, f32, false}};
-  fsdp_param_table *table = create_table(uses, 3);
+  fsdp_param_table *table = placement_table(uses, 3);
   fsdp_flat_layout *layout = NULL;
   const fsdp_status status = fsdp_flat_layout_create_placed(
       table, segments, offsets, shard_numels, num_segments, 2, &layout, error);

@@ -2,8 +2,8 @@
  * Tests of runtime/: segments that are frozen and unfrozen after the unit was
  * made.
  */
-#include "base/alloc.h"
 #include "engine_failures.h"
+#include "placement_fixture.h"
 
 /* A whole unit: it had no gradient memory at all. */
 TEST(test_frozen_unit_is_unfrozen) {
@@ -100,13 +100,10 @@ TEST(test_without_an_engine) {
 /* A unit whose gradients do not fit stays as it was. */
 TEST(test_what_does_not_fit) {
   const fsdp_param_spec spec = {1, INT64_MAX / 8, RECORDER_U8, false};
-  fsdp_param_table *table = NULL;
-  fsdp_flat_layout *layout = NULL;
+  fsdp_flat_layout *layout =
+      placement_layout(&spec, 1, 2, (fsdp_alignment){1, true, true});
   fsdp_unit *unit = NULL;
   fsdp_error error;
-  CHECK_OK(fsdp_param_table_create(&spec, 1, &table, NULL));
-  CHECK_OK(fsdp_flat_layout_create(table, 2, (fsdp_alignment){1, true, true},
-                                   &layout, NULL));
   const fsdp_segment_options segment = {.param_dtype = RECORDER_U8,
                                         .reduce_dtype = {9, 16},
                                         .grad_dtype = {9, 16}};
@@ -124,8 +121,6 @@ TEST(test_what_does_not_fit) {
   CHECK(!fsdp_unit_is_trainable(unit, 0));
   fsdp_unit_destroy(unit);
   fsdp_flat_layout_destroy(layout);
-  fsdp_param_table_destroy(table);
-  CHECK_I64(fsdp_alloc_live(), 0);
 }
 
 static fsdp_status unfreeze_and_train(fsdp_error *error) {

@@ -2,22 +2,15 @@
  * Tests of layout/: literal cases, every failure, and random cases against the
  * stupid oracle, which writes the flat arrays out and slices them.
  */
-#include "base/alloc.h"
 #include "check.h"
 #include "every_allocation.h"
 #include "layout/flat_layout.h"
 #include "layout/param_table.h"
+#include "placement_fixture.h"
 
 static const fsdp_dtype f32 = {1, 4};
 static const fsdp_dtype bf16 = {2, 2};
 static const fsdp_dtype u8 = {3, 1};
-
-static fsdp_param_table *create_table(const fsdp_param_spec *uses,
-                                      int64_t num_uses) {
-  fsdp_param_table *table = NULL;
-  CHECK_OK(fsdp_param_table_create(uses, num_uses, &table, NULL));
-  return table;
-}
 
 /* Everything aligned. */
 static fsdp_alignment aligned(int32_t itemsize) {
@@ -29,7 +22,7 @@ static fsdp_alignment aligned(int32_t itemsize) {
 TEST(test_shared_parameters_count_once) {
   const fsdp_param_spec uses[] = {
       {17, 12, f32, true}, {23, 3, f32, true}, {17, 12, f32, true}};
-  fsdp_param_table *table = create_table(uses, 3);
+  fsdp_param_table *table = placement_table(uses, 3);
   CHECK_I64(fsdp_param_table_num_params(table), 2);
   CHECK_I64(fsdp_param_table_param_of_use(table, 0), 0);
   CHECK_I64(fsdp_param_table_param_of_use(table, 1), 1);
@@ -42,7 +35,7 @@ TEST(test_shared_parameters_count_once) {
 }
 
 TEST(test_table_of_nothing) {
-  fsdp_param_table *table = create_table(NULL, 0);
+  fsdp_param_table *table = placement_table(NULL, 0);
   CHECK_I64(fsdp_param_table_num_params(table), 0);
   fsdp_flat_layout *layout = NULL;
   CHECK_OK(fsdp_flat_layout_create(table, 2, aligned(4), &layout, NULL));
@@ -59,7 +52,6 @@ static void check_table_refused(const fsdp_param_spec *uses, int64_t num_uses,
             FSDP_INVALID_ARGUMENT);
   CHECK_TEXT(error.message, message);
   CHECK(table == NULL);
-  CHECK_I64(fsdp_alloc_live(), 0);
 }
 
 TEST(test_table_refuses_wrong_arguments) {
@@ -98,7 +90,7 @@ TEST(test_table_matches_quadratic_search) {
       const int64_t key = check_random(&seed, num_keys);
       uses[i] = (fsdp_param_spec){(uint64_t)key * stride, key % 7, f32, true};
     }
-    fsdp_param_table *table = create_table(uses, num_uses);
+    fsdp_param_table *table = placement_table(uses, num_uses);
     int64_t num_params = 0;
     for (int64_t i = 0; i < num_uses; i++) {
       int64_t first = 0;
@@ -122,9 +114,7 @@ TEST(test_table_matches_quadratic_search) {
 /* The picture in the header. */
 TEST(test_header_picture) {
   const fsdp_param_spec uses[] = {{1, 5, f32, true}, {2, 3, f32, true}};
-  fsdp_param_table *table = create_table(uses, 2);
-  fsdp_flat_layout *layout = NULL;
-  CHECK_OK(fsdp_flat_layout_create(table, 2, aligned(4), &layout, NULL));
+  fsdp_flat_layout *layout = placement_layout(uses, 2, 2, aligned(4));
   CHECK_I64(fsdp_flat_layout_world_size(layout), 2);
   CHECK_I64(fsdp_flat_layout_num_params(layout), 2);
   CHECK_I64(fsdp_flat_layout_num_segments(layout), 1);
@@ -145,7 +135,6 @@ TEST(test_header_picture) {
   CHECK(in_shard.begin == 0 && in_shard.end == 0);
   fsdp_flat_layout_destroy(layout);
   fsdp_flat_layout_destroy(NULL);
-  fsdp_param_table_destroy(table);
 }
 
 TEST(test_segments_in_order_of_appearance) {
@@ -154,9 +143,7 @@ TEST(test_segments_in_order_of_appearance) {
                                   {3, 2, bf16, false},
                                   {4, 2, bf16, true},
                                   {5, 2, f32, false}};
-  fsdp_param_table *table = create_table(uses, 5);
-  fsdp_flat_layout *layout = NULL;
-  CHECK_OK(fsdp_flat_layout_create(table, 1, aligned(4), &layout, NULL));
+  fsdp_flat_layout *layout = placement_layout(uses, 5, 1, aligned(4));
   CHECK_I64(fsdp_flat_layout_num_segments(layout), 3);
   const int64_t segments[] = {0, 1, 2, 0, 1};
   /* bf16 is aligned to 8 elements, f32 to 4. */
@@ -170,11 +157,10 @@ TEST(test_segments_in_order_of_appearance) {
   CHECK_I64(fsdp_flat_layout_segment_params(layout, 1)[1], 4);
   CHECK_I64(fsdp_flat_layout_segment_params(layout, 2)[0], 2);
   fsdp_flat_layout_destroy(layout);
-  fsdp_param_table_destroy(table);
 }
 
 TEST(test_layout_refuses_wrong_arguments) {
-  fsdp_param_table *table = create_table(NULL, 0);
+  fsdp_param_table *table = placement_table(NULL, 0);
   fsdp_flat_layout *layout = NULL;
   fsdp_error error;
   CHECK_FAILS(fsdp_flat_layout_create(table, 0, aligned(4), &layout, &error),
@@ -200,7 +186,8 @@ TEST(test_layout_detects_overflow) {
   for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
     const fsdp_param_spec uses[] = {{1, cases[i].first, f32, true},
                                     {2, cases[i].second, f32, true}};
-    fsdp_param_table *table = create_table(uses, cases[i].second > 0 ? 2 : 1);
+    fsdp_param_table *table =
+        placement_table(uses, cases[i].second > 0 ? 2 : 1);
     fsdp_flat_layout *layout = NULL;
     fsdp_error error = {0};
     CHECK_I64(fsdp_flat_layout_create(table, cases[i].world_size, aligned(4),
@@ -209,19 +196,15 @@ TEST(test_layout_detects_overflow) {
     CHECK_I64(error.status, FSDP_OVERFLOW);
     CHECK(layout == NULL);
     fsdp_param_table_destroy(table);
-    CHECK_I64(fsdp_alloc_live(), 0);
   }
 }
 
 /* The largest segment that fits: 2^61 - 4 elements of 4 bytes. */
 TEST(test_largest_segment_fits) {
   const fsdp_param_spec uses[] = {{1, INT64_MAX / 4 - 3, f32, true}};
-  fsdp_param_table *table = create_table(uses, 1);
-  fsdp_flat_layout *layout = NULL;
-  CHECK_OK(fsdp_flat_layout_create(table, 1, aligned(4), &layout, NULL));
+  fsdp_flat_layout *layout = placement_layout(uses, 1, 1, aligned(4));
   CHECK_I64(fsdp_flat_layout_segment(layout, 0)->padding_numel, 0);
   fsdp_flat_layout_destroy(layout);
-  fsdp_param_table_destroy(table);
 }
 
 /* --- The oracle ---------------------------------------------------------- */
@@ -345,7 +328,7 @@ TEST(test_layout_matches_written_out_flat_array) {
                                   dtypes[check_random(&seed, 3)],
                                   check_random(&seed, 2) == 0};
     }
-    fsdp_param_table *table = create_table(uses, num_params);
+    fsdp_param_table *table = placement_table(uses, num_params);
     fsdp_flat_layout *layout = NULL;
     bool ok = CHECK_OK(
         fsdp_flat_layout_create(table, world_size, alignment, &layout, NULL));
@@ -386,7 +369,7 @@ static bool check_rows(int64_t num_rows, int64_t row_numel,
     uses[i] =
         (fsdp_param_spec){(uint64_t)i, rows[i] * row_numels[i], f32, true};
   }
-  fsdp_param_table *table = create_table(uses, 3);
+  fsdp_param_table *table = placement_table(uses, 3);
   fsdp_flat_layout *layout = NULL;
   bool ok = CHECK_OK(fsdp_flat_layout_create_by_rows(
       table, row_numels, world_size, &layout, NULL));
@@ -432,7 +415,7 @@ TEST(test_rows_are_cut_as_chunk_does) {
 TEST(test_rows_of_nothing_and_of_a_scalar) {
   const fsdp_param_spec uses[] = {{1, 0, f32, true}, {2, 1, f32, true}};
   const int64_t row_numels[] = {0, 0}; /* shape [3, 0], and a scalar */
-  fsdp_param_table *table = create_table(uses, 2);
+  fsdp_param_table *table = placement_table(uses, 2);
   fsdp_flat_layout *layout = NULL;
   CHECK_OK(
       fsdp_flat_layout_create_by_rows(table, row_numels, 3, &layout, NULL));
@@ -446,7 +429,7 @@ TEST(test_rows_of_nothing_and_of_a_scalar) {
 TEST(test_rows_refuse_wrong_arguments) {
   const fsdp_param_spec uses[] = {{1, 6, f32, true}, {2, 8, f32, true}};
   const int64_t wrong[][2] = {{2, 3}, {2, -1}};
-  fsdp_param_table *table = create_table(uses, 2);
+  fsdp_param_table *table = placement_table(uses, 2);
   fsdp_flat_layout *layout = NULL;
   fsdp_error error;
   for (int i = 0; i < 2; i++) {

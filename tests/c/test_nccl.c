@@ -1,7 +1,6 @@
 /*
  * NCCL transport: what it gives to NCCL, as text.
  */
-#include "base/alloc.h"
 #include "every_allocation.h"
 #include "nccl/nccl_priv.h"
 #include "nccl_fixture.h"
@@ -422,5 +421,4 @@ TEST(test_options_are_checked) {
                          &error) == FSDP_INVALID_ARGUMENT);
   CHECK(transport == NULL);
   CHECK_TEXT(nccl_fake_tape(), "");
-  CHECK_I64(fsdp_alloc_live(), 0);
 }
