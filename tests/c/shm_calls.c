@@ -218,8 +218,53 @@ static int64_t buffer_numel(const shm_call *call, int64_t world_size) {
   return call->numel * (is_whole ? 1 : world_size);
 }
 
-static fsdp_channel channel_of(const shm_call *call) {
-  return shm_is_sum(call->what) ? FSDP_CHANNEL_REDUCE : FSDP_CHANNEL_GATHER;
+fsdp_channel shm_channel_of(shm_kind what) {
+  return shm_is_sum(what) ? FSDP_CHANNEL_REDUCE : FSDP_CHANNEL_GATHER;
+}
+
+/* Of the root, and `input` of gathers, only some kinds know. */
+static fsdp_status start(fsdp_transport *transport, shm_kind what,
+                         const fsdp_call *how, void *buffer, const void *input,
+                         int64_t numel, int64_t root, fsdp_dtype dtype,
+                         uint64_t *ticket, fsdp_error *error) {
+  const fsdp_transport_ops *ops = transport->ops;
+  switch (what) {
+    case BROADCAST:
+      return ops->broadcast(transport, how, buffer, numel, root, dtype, ticket,
+                            error);
+    case SCATTER:
+      return ops->reduce_scatter(transport, how, buffer, numel, dtype, ticket,
+                                 error);
+    case REDUCE:
+      return ops->all_reduce(transport, how, buffer, numel, dtype, ticket,
+                             error);
+    default:
+      return ops->all_gather(transport, how, buffer, input, numel, dtype,
+                             ticket, error);
+  }
+}
+
+fsdp_status shm_start_plain(fsdp_transport *transport, shm_kind what,
+                            int64_t root, const char *label, uint64_t *ticket,
+                            fsdp_error *error) {
+  static float buffer[8 * SHM_PLAIN_NUMEL];
+  static float scratch[8 * SHM_PLAIN_NUMEL];
+  static const float input[SHM_PLAIN_NUMEL];
+  const fsdp_dtype dtype = {FSDP_DTYPE_FLOAT32, 4};
+  const fsdp_call how = {
+      .channel = shm_channel_of(what), .label = label, .scratch = scratch};
+  return start(transport, what, &how, buffer, input, SHM_PLAIN_NUMEL, root,
+               dtype, ticket, error);
+}
+
+void shm_check_stays_failed(fsdp_transport *transport, shm_kind what,
+                            const fsdp_error *first) {
+  fsdp_error error = {0};
+  uint64_t ticket = 0;
+  CHECK_FAILS(shm_start_plain(transport, what, 0, "later", &ticket, &error),
+              first->status, error.message, first->message);
+  CHECK_FAILS(transport->ops->check(transport, &error), first->status,
+              error.message, first->message);
 }
 
 void shm_start(const shm_rank *self, fsdp_transport *transport,
@@ -237,46 +282,21 @@ void shm_start(const shm_rank *self, fsdp_transport *transport,
   memset(call->memory, 0x5A, (size_t)(nbytes + 2 * GUARD));
   call->buffer = call->memory + GUARD;
   char *own = call->buffer + self->rank * shard_nbytes;
-  const fsdp_call how = {
-      .channel = channel_of(call), .label = "a call", .scratch = call->scratch};
-  fsdp_error error = {0};
-  fsdp_status status = FSDP_OK;
-  switch (call->what) {
-    case GATHER:
-      make(call->input, dtype, self->rank, call->salt, 0, call->numel);
-      status =
-          transport->ops->all_gather(transport, &how, call->buffer, call->input,
-                                     call->numel, dtype, &call->ticket, &error);
-      break;
-    case GATHER_IN_PLACE:
-      make(own, dtype, self->rank, call->salt, 0, call->numel);
-      status =
-          transport->ops->all_gather(transport, &how, call->buffer, own,
-                                     call->numel, dtype, &call->ticket, &error);
-      break;
-    case BROADCAST:
-      if (self->rank == call->root) {
-        make(call->buffer, dtype, self->rank, call->salt, 0, call->numel);
-      }
-      status =
-          transport->ops->broadcast(transport, &how, call->buffer, call->numel,
-                                    call->root, dtype, &call->ticket, &error);
-      break;
-    case SCATTER:
-      make(call->buffer, dtype, self->rank, call->salt, 0, numel);
-      status = transport->ops->reduce_scatter(transport, &how, call->buffer,
-                                              call->numel, dtype, &call->ticket,
-                                              &error);
-      break;
-    case REDUCE:
-      make(call->buffer, dtype, self->rank, call->salt, 0, numel);
-      status =
-          transport->ops->all_reduce(transport, &how, call->buffer, call->numel,
-                                     dtype, &call->ticket, &error);
-      break;
-    case NUM_KINDS:
-      break;
+  const fsdp_call how = {.channel = shm_channel_of(call->what),
+                         .label = "a call",
+                         .scratch = call->scratch};
+  const bool is_in_place = call->what == GATHER_IN_PLACE;
+  const bool has_whole = shm_is_sum(call->what) || call->what == BROADCAST;
+  char *input = is_in_place ? own : call->input;
+  if (!has_whole) {
+    make(input, dtype, self->rank, call->salt, 0, call->numel);
+  } else if (call->what != BROADCAST || self->rank == call->root) {
+    make(call->buffer, dtype, self->rank, call->salt, 0, numel);
   }
+  fsdp_error error = {0};
+  const fsdp_status status =
+      start(transport, call->what, &how, call->buffer, input, call->numel,
+            call->root, dtype, &call->ticket, &error);
   if (!CHECK_OK(status)) printf("%s\n", error.message);
 }
 
@@ -319,8 +339,8 @@ static bool is_right(const shm_rank *self, const shm_call *call) {
 void shm_finish(const shm_rank *self, fsdp_transport *transport,
                 shm_call *call) {
   fsdp_error error = {0};
-  if (!CHECK_OK(transport->ops->wait(transport, channel_of(call), call->ticket,
-                                     &error))) {
+  if (!CHECK_OK(transport->ops->wait(transport, shm_channel_of(call->what),
+                                     call->ticket, &error))) {
     printf("%s\n", error.message);
   } else if (!CHECK(is_right(self, call))) {
     printf("  rank %" PRId64 " of %" PRId64

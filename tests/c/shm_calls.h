@@ -38,6 +38,7 @@ enum { SHM_NUM_DTYPES = 11 };
 extern const shm_dtype shm_dtypes[SHM_NUM_DTYPES];
 
 bool shm_is_sum(shm_kind what);
+fsdp_channel shm_channel_of(shm_kind what);
 
 /* Makes this rank's elements and starts the call. */
 void shm_start(const shm_rank *self, fsdp_transport *transport, shm_call *call);
@@ -45,5 +46,16 @@ void shm_start(const shm_rank *self, fsdp_transport *transport, shm_call *call);
 /* Waits for the call and checks its result. */
 void shm_finish(const shm_rank *self, fsdp_transport *transport,
                 shm_call *call);
+
+/* A call in which nobody looks at the elements: SHM_PLAIN_NUMEL floats of each
+ * of up to 8 ranks, which is more than a ring holds. */
+enum { SHM_PLAIN_NUMEL = 3000 };
+fsdp_status shm_start_plain(fsdp_transport *transport, shm_kind what,
+                            int64_t root, const char *label, uint64_t *ticket,
+                            fsdp_error *error);
+
+/* The transport failed with `first` and fails so for good. */
+void shm_check_stays_failed(fsdp_transport *transport, shm_kind what,
+                            const fsdp_error *first);
 
 #endif /* FSDP_TESTS_SHM_CALLS_H */

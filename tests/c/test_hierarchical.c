@@ -136,36 +136,16 @@ TEST(test_ranks_wait_in_their_own_order) {
 
 /* ---- Failures ------------------------------------------------------------ */
 
-enum { VICTIM = 3, NUMEL = 3000 };
+enum { VICTIM = 3 };
 
 static fsdp_status run_call(fsdp_transport *transport, shm_kind kind,
                             const char *label, fsdp_error *error) {
-  static float buffer[8 * NUMEL];
-  static float scratch[8 * NUMEL];
-  static const float input[NUMEL];
-  const fsdp_transport_ops *ops = transport->ops;
-  const fsdp_call call = {
-      .channel = shm_is_sum(kind) ? FSDP_CHANNEL_REDUCE : FSDP_CHANNEL_GATHER,
-      .label = label,
-      .scratch = scratch};
   uint64_t ticket = 0;
-  fsdp_status status = FSDP_OK;
-  if (kind == GATHER) {
-    status = ops->all_gather(transport, &call, buffer, input, NUMEL, g_float,
-                             &ticket, error);
-  } else if (kind == BROADCAST) {
-    status = ops->broadcast(transport, &call, buffer, NUMEL, VICTIM, g_float,
-                            &ticket, error);
-  } else if (kind == SCATTER) {
-    status = ops->reduce_scatter(transport, &call, buffer, NUMEL, g_float,
-                                 &ticket, error);
-  } else {
-    status = ops->all_reduce(transport, &call, buffer, NUMEL, g_float, &ticket,
-                             error);
-  }
+  const fsdp_status status =
+      shm_start_plain(transport, kind, VICTIM, label, &ticket, error);
   if (status != FSDP_OK) return status;
-  CHECK(!ops->is_done(transport, call.channel, ticket));
-  return ops->wait(transport, call.channel, ticket, error);
+  CHECK(!transport->ops->is_done(transport, shm_channel_of(kind), ticket));
+  return transport->ops->wait(transport, shm_channel_of(kind), ticket, error);
 }
 
 typedef struct trial {
@@ -189,11 +169,7 @@ static void kill_one(const shm_rank *given) {
       mine->kind != SCATTER && mine->kind != REDUCE) {
     SHM_CHECK_SAYS(&error, "between hosts", "dead");
   }
-  const fsdp_error first = error;
-  CHECK_I64(run_call(transport, mine->kind, "later", &error), FSDP_BACKEND);
-  CHECK_TEXT(error.message, first.message);
-  CHECK_I64(transport->ops->check(transport, &error), FSDP_BACKEND);
-  CHECK_TEXT(error.message, first.message);
+  shm_check_stays_failed(transport, mine->kind, &error);
   leave_levels(&joined);
 }
 

@@ -13,59 +13,34 @@
 #include "base/dtypes.h"
 #include "check.h"
 #include "shm/process_priv.h"
-#include "shm_fixture.h"
+#include "shm_calls.h"
 
-enum { NUMEL = 3000 }; /* more than a ring holds */
+enum { NUMEL = SHM_PLAIN_NUMEL };
 
 static const fsdp_dtype g_float = {FSDP_DTYPE_FLOAT32, 4};
 
-static void with_and_without_rings(void (*check)(void)) {
-  check();
-  shm_direct_call_nbytes = 1;
-  check();
-  shm_direct_call_nbytes = -1;
+/* do { ... } while (has_other_way()): with rings, and with calls that read the
+ * other ranks' memory. */
+static bool has_other_way(void) {
+  shm_direct_call_nbytes = shm_direct_call_nbytes < 0 ? 1 : -1;
+  return shm_direct_call_nbytes > 0;
 }
 
-typedef enum what { GATHER, SCATTER, REDUCE, BROADCAST } what;
+static float g_buffer[NUMEL];
 
-static float g_buffer[4 * NUMEL];
-
-static fsdp_status start_call(fsdp_transport *transport, what kind,
+static fsdp_status start_call(fsdp_transport *transport, shm_kind kind,
                               const char *label, uint64_t *ticket,
                               fsdp_error *error) {
-  const fsdp_call call = {.channel = kind == GATHER || kind == BROADCAST
-                                         ? FSDP_CHANNEL_GATHER
-                                         : FSDP_CHANNEL_REDUCE,
-                          .label = label};
-  static float input[NUMEL];
-  switch (kind) {
-    case GATHER:
-      return transport->ops->all_gather(transport, &call, g_buffer, input,
-                                        NUMEL, g_float, ticket, error);
-    case SCATTER:
-      return transport->ops->reduce_scatter(transport, &call, g_buffer, NUMEL,
-                                            g_float, ticket, error);
-    case REDUCE:
-      return transport->ops->all_reduce(transport, &call, g_buffer, NUMEL,
-                                        g_float, ticket, error);
-    case BROADCAST:
-      break;
-  }
-  return transport->ops->broadcast(transport, &call, g_buffer, NUMEL, 0,
-                                   g_float, ticket, error);
+  return shm_start_plain(transport, kind, 0, label, ticket, error);
 }
 
-static fsdp_status wait_call(fsdp_transport *transport, what kind,
+static fsdp_status wait_call(fsdp_transport *transport, shm_kind kind,
                              uint64_t ticket, fsdp_error *error) {
-  return transport->ops->wait(transport,
-                              kind == GATHER || kind == BROADCAST
-                                  ? FSDP_CHANNEL_GATHER
-                                  : FSDP_CHANNEL_REDUCE,
-                              ticket, error);
+  return transport->ops->wait(transport, shm_channel_of(kind), ticket, error);
 }
 
 /* Start and wait. */
-static fsdp_status run_call(fsdp_transport *transport, what kind,
+static fsdp_status run_call(fsdp_transport *transport, shm_kind kind,
                             const char *label, fsdp_error *error) {
   uint64_t ticket = 0;
   const fsdp_status status = start_call(transport, kind, label, &ticket, error);
@@ -75,7 +50,7 @@ static fsdp_status run_call(fsdp_transport *transport, what kind,
 
 /* The same, once `num` ranks have started: a slow machine delays no rank so
  * long that the others blame it. */
-static fsdp_status run_call_together(fsdp_transport *transport, what kind,
+static fsdp_status run_call_together(fsdp_transport *transport, shm_kind kind,
                                      const char *label,
                                      _Atomic int32_t *num_started, int32_t num,
                                      fsdp_error *error) {
@@ -93,31 +68,25 @@ enum { VICTIM = 1 };
 
 static void kill_one(const shm_rank *self) {
   fsdp_transport *transport = shm_join(self, "kill");
-  const what kind = *(const what *)self->context;
+  const shm_kind kind = *(const shm_kind *)self->context;
   fsdp_error error = {0};
   CHECK_OK(run_call(transport, kind, "first", &error));
   if (self->rank == VICTIM) (void)kill(getpid(), SIGKILL);
   CHECK_I64(run_call(transport, kind, "unit 'b'", &error), FSDP_BACKEND);
   SHM_CHECK_SAYS(&error, "rank 1", "dead", "#2 ", "unit 'b'", "ended #1 ");
-  const fsdp_error first = error;
-  /* And so does everything after it. */
-  CHECK_I64(run_call(transport, kind, "later", &error), FSDP_BACKEND);
-  CHECK_TEXT(error.message, first.message);
-  CHECK_I64(transport->ops->check(transport, &error), FSDP_BACKEND);
-  CHECK_TEXT(error.message, first.message);
+  shm_check_stays_failed(transport, kind, &error);
   transport->ops->destroy(transport);
 }
 
-static void check_a_killed_rank_is_named(void) {
-  for (what kind = GATHER; kind <= BROADCAST; kind++) {
-    for (int64_t world_size = 2; world_size <= 4; world_size++) {
-      shm_run_without(world_size, VICTIM, kill_one, &kind);
-    }
-  }
-}
-
 TEST(test_a_killed_rank_is_named) {
-  with_and_without_rings(check_a_killed_rank_is_named);
+  do {
+    shm_kind kinds[] = {GATHER, BROADCAST, SCATTER, REDUCE};
+    for (int i = 0; i < 4; i++) {
+      for (int64_t world_size = 2; world_size <= 4; world_size++) {
+        shm_run_without(world_size, VICTIM, kill_one, &kinds[i]);
+      }
+    }
+  } while (has_other_way());
 }
 
 /* Waits until the process is stopped by a signal. */
@@ -153,14 +122,12 @@ static void stop_one(const shm_rank *self) {
   transport->ops->destroy(transport);
 }
 
-static void check_a_stopped_rank_is_named_after_the_time_limit(void) {
-  for (int64_t world_size = 2; world_size <= 3; world_size++) {
-    shm_run(world_size, stop_one, shm_shared(sizeof(int32_t)));
-  }
-}
-
 TEST(test_a_stopped_rank_is_named_after_the_time_limit) {
-  with_and_without_rings(check_a_stopped_rank_is_named_after_the_time_limit);
+  do {
+    for (int64_t world_size = 2; world_size <= 3; world_size++) {
+      shm_run(world_size, stop_one, shm_shared(sizeof(int32_t)));
+    }
+  } while (has_other_way());
 }
 
 /* The others also wait for each other, and blame the one that has not come. */
@@ -183,13 +150,11 @@ static void come_late(const shm_rank *self) {
   transport->ops->destroy(transport);
 }
 
-static void check_a_rank_that_does_not_come_is_named(void) {
-  shm_run(2, come_late, shm_shared(2 * sizeof(int32_t)));
-  shm_run(4, come_late, shm_shared(2 * sizeof(int32_t)));
-}
-
 TEST(test_a_rank_that_does_not_come_is_named) {
-  with_and_without_rings(check_a_rank_that_does_not_come_is_named);
+  do {
+    shm_run(2, come_late, shm_shared(2 * sizeof(int32_t)));
+    shm_run(4, come_late, shm_shared(2 * sizeof(int32_t)));
+  } while (has_other_way());
 }
 
 static void leave(const shm_rank *self) {
@@ -211,13 +176,11 @@ static void leave(const shm_rank *self) {
   transport->ops->destroy(transport);
 }
 
-static void check_a_rank_that_leaves_is_named(void) {
-  shm_run(2, leave, shm_shared(sizeof(int32_t)));
-  shm_run(3, leave, shm_shared(sizeof(int32_t)));
-}
-
 TEST(test_a_rank_that_leaves_is_named) {
-  with_and_without_rings(check_a_rank_that_leaves_is_named);
+  do {
+    shm_run(2, leave, shm_shared(sizeof(int32_t)));
+    shm_run(3, leave, shm_shared(sizeof(int32_t)));
+  } while (has_other_way());
 }
 
 /* What a rank has written before it goes still reaches the others. */
@@ -308,12 +271,10 @@ static void differ_in_root(const shm_rank *self) {
   transport->ops->destroy(transport);
 }
 
-static void check_different_roots_are_told(void) {
-  shm_run(2, differ_in_root, NULL);
-}
-
 TEST(test_different_roots_are_told) {
-  with_and_without_rings(check_different_roots_are_told);
+  do {
+    shm_run(2, differ_in_root, NULL);
+  } while (has_other_way());
 }
 
 /* Rank 0 gathers where the other reduces: neither comes. */
