@@ -42,8 +42,8 @@ static int64_t g_num_ids;
 static int64_t g_fail_at;
 static int g_fail_result;
 static bool g_fail_polls;
-static int64_t g_settings[NCCL_FAKE_NUM_SETTINGS];
-static int64_t g_counts[NCCL_FAKE_NUM_COUNTS];
+int64_t nccl_fake_settings[NCCL_FAKE_NUM_SETTINGS];
+int64_t nccl_fake_counts[NCCL_FAKE_NUM_COUNTS];
 static int64_t g_num_aborts_begun;
 static fsdp_nccl_config g_config;
 static char g_net_name[64];
@@ -80,8 +80,8 @@ void nccl_fake_reset(void) {
   g_fail_at = -1;
   g_num_aborts_begun = 0;
   g_num_launching = 0;
-  memset(g_settings, 0, sizeof g_settings);
-  memset(g_counts, 0, sizeof g_counts);
+  memset(nccl_fake_settings, 0, sizeof nccl_fake_settings);
+  memset(nccl_fake_counts, 0, sizeof nccl_fake_counts);
   unlock();
   nccl_fake_priv_reset_store();
   nccl_fake_priv_reset_events();
@@ -128,14 +128,14 @@ bool nccl_fake_has_failed(void) {
 
 void nccl_fake_set(nccl_fake_setting setting, int64_t value) {
   lock();
-  g_settings[setting] = value;
+  nccl_fake_settings[setting] = value;
   (void)pthread_cond_broadcast(&g_changed);
   unlock();
 }
 
 int64_t nccl_fake_num(nccl_fake_count count) {
   lock();
-  const int64_t value = g_counts[count];
+  const int64_t value = nccl_fake_counts[count];
   unlock();
   return value;
 }
@@ -249,10 +249,11 @@ static int fake_init(fsdp_nccl_comm **comm, int num_ranks, fsdp_nccl_id id,
     (void)snprintf(g_net_name, sizeof g_net_name, "%s",
                    config->net_name == NULL ? "" : config->net_name);
     g_config.net_name = g_net_name;
-    while (number(made) < g_settings[NCCL_FAKE_INITS_WAIT])
+    while (number(made) < nccl_fake_settings[NCCL_FAKE_INITS_WAIT])
       (void)pthread_cond_wait(&g_changed, &nccl_fake_lock);
     made->num_inside = 0;
-    if (g_settings[NCCL_FAKE_NON_BLOCKING] != 0) result = FSDP_NCCL_IN_PROGRESS;
+    if (nccl_fake_settings[NCCL_FAKE_NON_BLOCKING] != 0)
+      result = FSDP_NCCL_IN_PROGRESS;
   }
   unlock();
   return result;
@@ -261,11 +262,12 @@ static int fake_init(fsdp_nccl_comm **comm, int num_ranks, fsdp_nccl_id id,
 static int fake_async_error(fsdp_nccl_comm *comm, int *async_error) {
   int result = FSDP_NCCL_SUCCESS;
   enter(comm, "get_async_error");
-  g_counts[NCCL_FAKE_POLLS]++;
+  nccl_fake_counts[NCCL_FAKE_POLLS]++;
   if (g_fail_polls && is_chosen()) {
     result = g_fail_result;
-  } else if ((int)g_settings[NCCL_FAKE_ASYNC_ERROR] != FSDP_NCCL_SUCCESS) {
-    *async_error = (int)g_settings[NCCL_FAKE_ASYNC_ERROR];
+  } else if ((int)nccl_fake_settings[NCCL_FAKE_ASYNC_ERROR] !=
+             FSDP_NCCL_SUCCESS) {
+    *async_error = (int)nccl_fake_settings[NCCL_FAKE_ASYNC_ERROR];
   } else {
     *async_error = FSDP_NCCL_SUCCESS;
   }
@@ -285,7 +287,7 @@ static int end_call(fsdp_nccl_comm *comm, const char *call) {
 static int fake_finalize(fsdp_nccl_comm *comm) {
   enter(comm, "finalize");
   const int result = end_call(comm, "finalize");
-  while (g_settings[NCCL_FAKE_GRAPHS_LIVE] > 0) {
+  while (nccl_fake_settings[NCCL_FAKE_GRAPHS_LIVE] > 0) {
     (void)pthread_cond_wait(&g_changed, &nccl_fake_lock);
   }
   if (!comm->is_live) write_line("WRONG finalize goes on in freed memory\n");
@@ -314,7 +316,7 @@ static int fake_abort(fsdp_nccl_comm *comm) {
   struct timespec end = {0};
   (void)clock_gettime(CLOCK_REALTIME, &end);
   end.tv_sec += ABORT_LIMIT_S;
-  while (g_num_aborts_begun < g_settings[NCCL_FAKE_ABORTS_AWAITED]) {
+  while (g_num_aborts_begun < nccl_fake_settings[NCCL_FAKE_ABORTS_AWAITED]) {
     if (pthread_cond_timedwait(&g_changed, &nccl_fake_lock, &end) != 0) {
       write_line("WRONG abort %" PRId64 " waits for another one\n",
                  number(comm));
@@ -323,7 +325,7 @@ static int fake_abort(fsdp_nccl_comm *comm) {
   }
   const int result = end_call(comm, "abort");
   comm->is_live = false;
-  g_counts[NCCL_FAKE_ABORTS]++;
+  nccl_fake_counts[NCCL_FAKE_ABORTS]++;
   (void)pthread_cond_broadcast(&g_changed);
   /* Under the lock: the next test may reset while an orphan aborts. */
   if (comm->num_inside == 0) free_group_job(comm);
@@ -385,11 +387,15 @@ static const char *dtype_name(int dtype) {
   return dtype >= 0 && dtype < 10 ? names[dtype] : "?";
 }
 
-/* One collective; `tail` is the operator or root. */
-static int collect(const char *name, const char *tail, const void *send,
-                   const void *receive, size_t numel, int dtype,
-                   fsdp_nccl_comm *comm, void *stream) {
+/* One collective; `tail` names its operator or root, `tail_number`. */
+static int collect(const char *name, const char *tail, int tail_number,
+                   const void *send, const void *receive, size_t numel,
+                   int dtype, fsdp_nccl_comm *comm, void *stream) {
   int result = FSDP_NCCL_SUCCESS;
+  char text[32] = "";
+  if (tail != NULL) {
+    (void)snprintf(text, sizeof text, " %s%d", tail, tail_number);
+  }
   enter(comm, name);
   if (t_group_depth == 0) begin_launch();
   if (comm->group_job == NULL) comm->group_job = malloc(1);
@@ -397,16 +403,17 @@ static int collect(const char *name, const char *tail, const void *send,
     result = g_fail_result;
     goto done;
   }
-  if ((int)g_settings[NCCL_FAKE_ASYNC_ERROR] != FSDP_NCCL_SUCCESS) {
-    result = (int)
-        g_settings[NCCL_FAKE_ASYNC_ERROR]; /* as NCCL's own check of a call */
+  if ((int)nccl_fake_settings[NCCL_FAKE_ASYNC_ERROR] != FSDP_NCCL_SUCCESS) {
+    result =
+        (int)nccl_fake_settings[NCCL_FAKE_ASYNC_ERROR]; /* as NCCL's own check
+                                                           of a call */
     goto done;
   }
   write_line("%s %" PRId64 " %s %zu +%td +%td%s s%" PRIdPTR "\n", name,
              number(comm), dtype_name(dtype), numel,
-             (const char *)send - g_base, (const char *)receive - g_base, tail,
+             (const char *)send - g_base, (const char *)receive - g_base, text,
              (intptr_t)stream / 16);
-  if (g_settings[NCCL_FAKE_BLOCKING] != 0) {
+  if (nccl_fake_settings[NCCL_FAKE_BLOCKING] != 0) {
     while (comm->is_live && !comm->is_revoked) {
       (void)pthread_cond_wait(&g_changed, &nccl_fake_lock);
     }
@@ -421,32 +428,29 @@ done:
 
 static int fake_all_gather(const void *send, void *receive, size_t numel,
                            int dtype, fsdp_nccl_comm *comm, void *stream) {
-  return collect("all_gather", "", send, receive, numel, dtype, comm, stream);
+  return collect("all_gather", NULL, 0, send, receive, numel, dtype, comm,
+                 stream);
 }
 
 static int fake_broadcast(const void *send, void *receive, size_t numel,
                           int dtype, int root, fsdp_nccl_comm *comm,
                           void *stream) {
-  char tail[32];
-  (void)snprintf(tail, sizeof tail, " root%d", root);
-  return collect("broadcast", tail, send, receive, numel, dtype, comm, stream);
+  return collect("broadcast", "root", root, send, receive, numel, dtype, comm,
+                 stream);
 }
 
 static int fake_reduce_scatter(const void *send, void *receive, size_t numel,
                                int dtype, int op, fsdp_nccl_comm *comm,
                                void *stream) {
-  char tail[32];
-  (void)snprintf(tail, sizeof tail, " op%d", op);
-  return collect("reduce_scatter", tail, send, receive, numel, dtype, comm,
+  return collect("reduce_scatter", "op", op, send, receive, numel, dtype, comm,
                  stream);
 }
 
 static int fake_all_reduce(const void *send, void *receive, size_t numel,
                            int dtype, int op, fsdp_nccl_comm *comm,
                            void *stream) {
-  char tail[32];
-  (void)snprintf(tail, sizeof tail, " op%d", op);
-  return collect("all_reduce", tail, send, receive, numel, dtype, comm, stream);
+  return collect("all_reduce", "op", op, send, receive, numel, dtype, comm,
+                 stream);
 }
 
 fsdp_nccl_library nccl_fake_library(void) {

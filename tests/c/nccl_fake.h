@@ -43,6 +43,9 @@ typedef enum nccl_fake_setting {
   NCCL_FAKE_ABORTS_AWAITED, /* aborts wait until so many have begun */
   NCCL_FAKE_INITS_WAIT,     /* so many communicators, the first, are not made */
   NCCL_FAKE_GRAPHS_LIVE,    /* finalizing waits until there are none */
+  NCCL_FAKE_EVENTS_HELD,    /* none is done */
+  NCCL_FAKE_STORE_HELD,     /* every call of the store waits */
+  NCCL_FAKE_STORE_BROKEN,   /* every call of the store fails */
   NCCL_FAKE_NUM_SETTINGS
 } nccl_fake_setting;
 
@@ -52,6 +55,7 @@ void nccl_fake_set(nccl_fake_setting setting, int64_t value);
 typedef enum nccl_fake_count {
   NCCL_FAKE_POLLS = 0, /* of errors */
   NCCL_FAKE_ABORTS,
+  NCCL_FAKE_STORE_CALLS,
   NCCL_FAKE_NUM_COUNTS
 } nccl_fake_count;
 
@@ -66,16 +70,11 @@ int64_t nccl_fake_num_live(void);
 /* The store. Call number `index` from now fails; -1: none. */
 fsdp_store nccl_fake_store(void);
 void nccl_fake_store_fail_at(int64_t index);
-/* Every call fails from now on / waits until this is false again. */
-void nccl_fake_store_break(bool is_broken);
-void nccl_fake_store_hold(bool is_held);
-int64_t nccl_fake_num_store_calls(void);
 /* The store's text for `key`, or "". Borrowed as the tape. */
 const char *nccl_fake_store_text(const char *key);
 
-/* Events. Recorded ones are done at once unless they are held. */
+/* Events. Recorded ones are done at once unless NCCL_FAKE_EVENTS_HELD. */
 fsdp_nccl_events nccl_fake_events(void);
-void nccl_fake_hold_events(bool is_held);
 void nccl_fake_event_fail_at(int64_t index);
 /* Queries fail with `text` from now on; NULL: no more. */
 void nccl_fake_event_set_error(const char *text);

@@ -6,7 +6,12 @@
 
 #include <pthread.h>
 
+#include "nccl_fake.h"
+
 extern pthread_mutex_t nccl_fake_lock;
+/* Under the lock. */
+extern int64_t nccl_fake_settings[NCCL_FAKE_NUM_SETTINGS];
+extern int64_t nccl_fake_counts[NCCL_FAKE_NUM_COUNTS];
 
 void nccl_fake_priv_reset_store(void);
 void nccl_fake_priv_reset_events(void);

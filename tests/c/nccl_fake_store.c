@@ -26,11 +26,7 @@ typedef struct entry {
 static entry g_entries[MAX_KEYS];
 static int64_t g_num_entries;
 static int64_t g_store_fail_at = -1;
-static int64_t g_num_store_calls;
-static bool g_is_store_broken;
-static bool g_is_store_held;
 static char g_text[VALUE_NBYTES + 1];
-static bool g_is_held;
 static int64_t g_event_fail_at = -1;
 static const char *g_event_error;
 static int64_t g_num_events;
@@ -55,10 +51,7 @@ static bool is_chosen(int64_t *fail_at) {
 void nccl_fake_priv_reset_store(void) {
   lock();
   g_num_entries = 0;
-  g_num_store_calls = 0;
   g_store_fail_at = -1;
-  g_is_store_broken = false;
-  g_is_store_held = false;
   unlock();
 }
 
@@ -68,38 +61,19 @@ void nccl_fake_store_fail_at(int64_t index) {
   unlock();
 }
 
-void nccl_fake_store_break(bool is_broken) {
-  lock();
-  g_is_store_broken = is_broken;
-  unlock();
-}
-
-void nccl_fake_store_hold(bool is_held) {
-  lock();
-  g_is_store_held = is_held;
-  unlock();
-}
-
 /* The beginning of every request. Whether it fails. */
 static bool begin_request(void) {
   lock();
-  g_num_store_calls++;
+  nccl_fake_counts[NCCL_FAKE_STORE_CALLS]++;
   const bool fails = is_chosen(&g_store_fail_at);
-  while (g_is_store_held) {
+  while (nccl_fake_settings[NCCL_FAKE_STORE_HELD] != 0) {
     unlock();
     check_sleep_ms(1);
     lock();
   }
-  const bool is_broken = g_is_store_broken;
+  const bool is_broken = nccl_fake_settings[NCCL_FAKE_STORE_BROKEN] != 0;
   unlock();
   return fails || is_broken;
-}
-
-int64_t nccl_fake_num_store_calls(void) {
-  lock();
-  const int64_t num = g_num_store_calls;
-  unlock();
-  return num;
 }
 
 static entry *find(const char *key) {
@@ -191,7 +165,6 @@ const char *nccl_fake_store_text(const char *key) {
 
 void nccl_fake_priv_reset_events(void) {
   lock();
-  g_is_held = false;
   g_event_fail_at = -1;
   g_event_error = NULL;
   unlock();
@@ -226,12 +199,6 @@ static void enter_thread(void *context) {
 void nccl_fake_event_set_error(const char *text) {
   lock();
   g_event_error = text;
-  unlock();
-}
-
-void nccl_fake_hold_events(bool is_held) {
-  lock();
-  g_is_held = is_held;
   unlock();
 }
 
@@ -302,7 +269,7 @@ static fsdp_status event_query(void *context, void *event, bool *is_done,
   if (status != FSDP_OK) return status;
   lock();
   check_event(event);
-  *is_done = !g_is_held;
+  *is_done = nccl_fake_settings[NCCL_FAKE_EVENTS_HELD] == 0;
   const char *text = g_event_error;
   unlock();
   if (text == NULL) return FSDP_OK;

@@ -49,7 +49,7 @@ TEST(test_a_position_on_one_communicator) {
   options.grace_ms = 0;
   fsdp_transport *transport = nccl_fixture_join(&options, 0, 1);
   fsdp_error error = {0};
-  nccl_fake_hold_events(true);
+  nccl_fake_set(NCCL_FAKE_EVENTS_HELD, true);
   CHECK_OK(nccl_fixture_unit(transport, true, NULL));
   nccl_fixture_wait_for_aborts(1);
   CHECK_FAILS(nccl_fixture_gather(transport, "late", &error), FSDP_BACKEND,
@@ -120,7 +120,7 @@ TEST(test_the_end_of_a_call) {
   const fsdp_call call = nccl_fixture_call(FSDP_CHANNEL_GATHER, 1, NULL);
   fsdp_error error = {0};
   uint64_t tickets[300] = {0};
-  nccl_fake_hold_events(true);
+  nccl_fake_set(NCCL_FAKE_EVENTS_HELD, true);
   for (int i = 0; i < 300; i++) {
     CHECK_OK(ops->all_gather(transport, &call, nccl_fixture_memory,
                              nccl_fixture_memory, 1, NCCL_F32, &tickets[i],
@@ -136,7 +136,7 @@ TEST(test_the_end_of_a_call) {
   CHECK(ops->end_of(transport, FSDP_CHANNEL_GATHER, tickets[127]) == newest);
   CHECK(ops->end_of(transport, FSDP_CHANNEL_GATHER, tickets[200]) == newest);
   /* The oldest one is done, the others not. */
-  nccl_fake_hold_events(false);
+  nccl_fake_set(NCCL_FAKE_EVENTS_HELD, false);
   CHECK_OK(fsdp_nccl_priv_retire(fsdp_nccl_priv_of(transport),
                                  FSDP_CHANNEL_GATHER, 1, &error));
   CHECK(ops->end_of(transport, FSDP_CHANNEL_GATHER, tickets[0]) == NULL);
@@ -339,7 +339,7 @@ TEST(test_leaving) {
   options.leave_ms = 20;
   fsdp_transport *transport = nccl_fixture_join(&options, 0, 2);
   CHECK_OK(nccl_fixture_gather(transport, NULL, NULL));
-  nccl_fake_hold_events(true); /* the device does not end */
+  nccl_fake_set(NCCL_FAKE_EVENTS_HELD, true); /* the device does not end */
   nccl_fake_clear_tape();
   nccl_fixture_leave(transport);
   check_tape_and_aborts("");

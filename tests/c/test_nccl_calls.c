@@ -38,13 +38,13 @@ TEST(test_steady_state) {
   CHECK_LACKS(nccl_fake_tape(), "NON-BLOCKING");
   CHECK_OK(nccl_fixture_unit(transport, true, NULL));
   const int64_t num_polls = nccl_fake_num(NCCL_FAKE_POLLS);
-  const int64_t num_requests = nccl_fake_num_store_calls();
+  const int64_t num_requests = nccl_fake_num(NCCL_FAKE_STORE_CALLS);
   const int64_t num_sleeps = atomic_load(&g_num_sleeps);
   for (int i = 0; i < 100; i++) {
     CHECK_OK(nccl_fixture_unit(transport, true, NULL));
   }
   CHECK_I64(nccl_fake_num(NCCL_FAKE_POLLS), num_polls);
-  CHECK_I64(nccl_fake_num_store_calls(), num_requests);
+  CHECK_I64(nccl_fake_num(NCCL_FAKE_STORE_CALLS), num_requests);
   CHECK_I64(atomic_load(&g_num_sleeps), num_sleeps);
   nccl_fixture_leave(transport);
 }
@@ -56,7 +56,7 @@ TEST(test_made_when_needed) {
   nccl_fake_set_base(memory);
   fsdp_transport *transport = create(&options, 22703);
   CHECK_TEXT(nccl_fake_tape(), "");
-  CHECK_I64(nccl_fake_num_store_calls(), 0);
+  CHECK_I64(nccl_fake_num(NCCL_FAKE_STORE_CALLS), 0);
   CHECK_OK(nccl_fixture_gather(transport, NULL, NULL));
   CHECK_OK(nccl_fixture_gather(transport, NULL, NULL));
   CHECK_LINES(nccl_fake_tape(),
@@ -123,17 +123,17 @@ static void run_meeting(const meeting_case *c) {
   int64_t most = 0;
   nccl_fake_reset();
   for (int64_t rank = 0; rank < c->world_size; rank++) {
-    const int64_t before = nccl_fake_num_store_calls();
+    const int64_t before = nccl_fake_num(NCCL_FAKE_STORE_CALLS);
     const char *refusal = rank == c->refusing ? "has no libnccl" : "";
     CHECK_OK(fsdp_nccl_meeting_arrive(&store, "m", rank, c->world_size, refusal,
                                       &error));
-    const int64_t num = nccl_fake_num_store_calls() - before;
+    const int64_t num = nccl_fake_num(NCCL_FAKE_STORE_CALLS) - before;
     if (num > most) most = num;
   }
   CHECK(most <= 4);
   most = 0;
   for (int64_t rank = 0; rank < c->world_size; rank++) {
-    const int64_t before = nccl_fake_num_store_calls();
+    const int64_t before = nccl_fake_num(NCCL_FAKE_STORE_CALLS);
     char reason[128];
     bool is_possible = c->refusing >= 0;
     CHECK_OK(fsdp_nccl_meeting_conclude(&store, "m", c->world_size, 0,
@@ -146,7 +146,7 @@ static void run_meeting(const meeting_case *c) {
                      (int)c->refusing);
     }
     CHECK_TEXT(reason, expected);
-    const int64_t num = nccl_fake_num_store_calls() - before;
+    const int64_t num = nccl_fake_num(NCCL_FAKE_STORE_CALLS) - before;
     if (num > most) most = num;
   }
   CHECK_I64(most, 1);
@@ -190,7 +190,7 @@ TEST(test_meeting_that_fails) {
     fsdp_status status =
         fsdp_nccl_meeting_arrive(&store, "m", 0, 1, i < 4 ? "a" : "", &error);
     if (status == FSDP_OK) {
-      nccl_fake_store_break(true);
+      nccl_fake_set(NCCL_FAKE_STORE_BROKEN, true);
       status = fsdp_nccl_meeting_conclude(&store, "m", 1, 0, &is_possible,
                                           reason, sizeof reason, &error);
     }

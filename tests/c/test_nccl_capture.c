@@ -90,12 +90,12 @@ TEST(test_watchdog_beside_a_capture) {
   options.events = &events;
   options.poll_ms = 1;
   fsdp_transport *transport = nccl_fixture_join(&options, 0, 2);
-  nccl_fake_hold_events(true);
+  nccl_fake_set(NCCL_FAKE_EVENTS_HELD, true);
   CHECK_OK(nccl_fixture_gather(transport, "unit 'a'", NULL));
   wait_for_questions(5);
   CHECK_I64(atomic_load(&g_num_spoiled), 0);
   CHECK_OK(transport->ops->check(transport, NULL));
-  nccl_fake_hold_events(false);
+  nccl_fake_set(NCCL_FAKE_EVENTS_HELD, false);
   nccl_fixture_leave(transport);
 }
 

@@ -22,7 +22,7 @@ TEST(test_aborts_that_wait_for_each_other) {
   fsdp_transport *transport = nccl_fixture_join(&options, 0, 1);
   fsdp_error error = {0};
   nccl_fake_set(NCCL_FAKE_ABORTS_AWAITED, 2);
-  nccl_fake_hold_events(true);
+  nccl_fake_set(NCCL_FAKE_EVENTS_HELD, true);
   nccl_fake_hold_watchdog(true);
   CHECK_OK(nccl_fixture_unit(transport, true, &error));
   nccl_fake_hold_watchdog(false);
@@ -37,7 +37,7 @@ TEST(test_a_replay_that_hangs) {
   const fsdp_nccl_options options = quick_options();
   fsdp_transport *transport = nccl_fixture_join(&options, 0, 1);
   fsdp_error error = {0};
-  nccl_fake_hold_events(true);
+  nccl_fake_set(NCCL_FAKE_EVENTS_HELD, true);
   CHECK_OK(fsdp_nccl_watch_replay(transport, NULL, &error));
   nccl_fixture_wait_for_aborts(2);
   CHECK_FAILS(nccl_fixture_gather(transport, "late", &error), FSDP_BACKEND,
@@ -57,7 +57,7 @@ TEST(test_two_groups_that_hang) {
   fsdp_transport *second = nccl_fixture_join_next(&other_options, 0, 1);
   fsdp_error error = {0};
   nccl_fake_set(NCCL_FAKE_ABORTS_AWAITED, 4);
-  nccl_fake_hold_events(true);
+  nccl_fake_set(NCCL_FAKE_EVENTS_HELD, true);
   nccl_fake_hold_watchdog(true);
   CHECK_OK(nccl_fixture_gather(first, "unit 'a'", &error));
   CHECK_OK(nccl_fixture_gather(second, "unit 'b'", &error));
@@ -78,8 +78,8 @@ TEST(test_store_that_hangs) {
   fsdp_transport *first = nccl_fixture_join(&options, 0, 2);
   fsdp_transport *second = nccl_fixture_join_next(&other_options, 1, 2);
   fsdp_error error = {0};
-  nccl_fake_store_hold(true);
-  nccl_fake_hold_events(true);
+  nccl_fake_set(NCCL_FAKE_STORE_HELD, true);
+  nccl_fake_set(NCCL_FAKE_EVENTS_HELD, true);
   nccl_fake_hold_watchdog(true);
   CHECK_OK(nccl_fixture_gather(first, "unit 'a'", &error));
   CHECK_OK(nccl_fixture_gather(second, "unit 'a'", &error));
@@ -87,7 +87,7 @@ TEST(test_store_that_hangs) {
   nccl_fixture_wait_for_aborts(4);
   CHECK_FAILS(nccl_fixture_gather(first, "late", &error), FSDP_BACKEND,
               error.message, "..did not end within 100 ms");
-  nccl_fake_store_hold(false);
+  nccl_fake_set(NCCL_FAKE_STORE_HELD, false);
   first->ops->destroy(first);
   nccl_fixture_leave(second);
 }
@@ -101,14 +101,14 @@ TEST(test_store_that_hangs_at_the_start) {
     fsdp_transport *transport = NULL;
     fsdp_error error = {0};
     nccl_fake_reset();
-    nccl_fake_store_hold(true);
+    nccl_fake_set(NCCL_FAKE_STORE_HELD, true);
     transport = nccl_fixture_create(&options, rank, 2);
     CHECK_FAILS(nccl_fixture_gather(transport, "unit 'a'", &error),
                 FSDP_BACKEND, error.message,
                 "..: the exchange of a communicator's id on the host is still "
                 "in progress after 100 ms");
     transport->ops->destroy(transport);
-    nccl_fake_store_hold(false);
+    nccl_fake_set(NCCL_FAKE_STORE_HELD, false);
     nccl_fixture_check_nothing_lives();
   }
 }
@@ -118,11 +118,11 @@ TEST(test_destroyed_while_the_store_hangs) {
   fsdp_nccl_options options = quick_options();
   options.grace_ms = 0;
   fsdp_transport *transport = nccl_fixture_join(&options, 0, 2);
-  nccl_fake_store_hold(true);
+  nccl_fake_set(NCCL_FAKE_STORE_HELD, true);
   nccl_fake_set(NCCL_FAKE_ASYNC_ERROR, FSDP_NCCL_REMOTE_ERROR);
   nccl_fixture_wait_for_aborts(2);
   transport->ops->destroy(transport);
-  nccl_fake_store_hold(false);
+  nccl_fake_set(NCCL_FAKE_STORE_HELD, false);
   nccl_fixture_check_nothing_lives();
 }
 
@@ -133,7 +133,7 @@ TEST(test_last_words_of_many_ranks) {
     const fsdp_nccl_options options = quick_options();
     fsdp_transport *transport = nccl_fixture_join(&options, 0, world_sizes[i]);
     fsdp_error error = {0};
-    const int64_t before = nccl_fake_num_store_calls();
+    const int64_t before = nccl_fake_num(NCCL_FAKE_STORE_CALLS);
     const int64_t begin_ms = fsdp_nccl_priv_now_ms();
     nccl_fake_set(NCCL_FAKE_ASYNC_ERROR, FSDP_NCCL_REMOTE_ERROR);
     CHECK_FAILS(nccl_fixture_gather(transport, "unit 'a'", &error),
@@ -141,7 +141,7 @@ TEST(test_last_words_of_many_ranks) {
                 "..No answer from rank 1, 2, 3, 4, 5, 6, 7, 8 and more within "
                 "300 ms. Ranks from 64 on were not asked.");
     /* 3 to publish; rounds of 63 after 0, 5, 15, 35, 75, 155, 300 ms. */
-    CHECK(nccl_fake_num_store_calls() - before <= 3 + 7 * 63);
+    CHECK(nccl_fake_num(NCCL_FAKE_STORE_CALLS) - before <= 3 + 7 * 63);
     CHECK(fsdp_nccl_priv_now_ms() - begin_ms < 300 + 4000);
     nccl_fixture_leave(transport);
   }
@@ -282,7 +282,7 @@ static void leave_all_in_flight(void *context) {
   fsdp_nccl_options options = nccl_fixture_options();
   options.leave_ms = 50;
   fsdp_transport *transport = nccl_fixture_join(&options, 0, 1);
-  nccl_fake_hold_events(true);
+  nccl_fake_set(NCCL_FAKE_EVENTS_HELD, true);
   CHECK_OK(nccl_fixture_unit(transport, true, NULL));
   fsdp_nccl_leave_all();
   CHECK_I64(nccl_fake_num(NCCL_FAKE_ABORTS), 2);

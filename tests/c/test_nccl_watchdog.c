@@ -37,7 +37,7 @@ TEST(test_hang) {
   CHECK_OK(transport->ops->check(transport, &error));
 
   CHECK_OK(store.set(store.context, "p/words/0", "asleep", 6, NULL));
-  nccl_fake_hold_events(true);
+  nccl_fake_set(NCCL_FAKE_EVENTS_HELD, true);
   CHECK_OK(nccl_fixture_unit(transport, false, &error));
   CHECK_OK(nccl_fixture_gather(transport, "unit 'b'", &error));
   nccl_fake_hold_watchdog(false);
@@ -73,7 +73,7 @@ TEST(test_event_that_cannot_be_asked) {
   const fsdp_nccl_options options = nccl_fixture_quick_options();
   fsdp_transport *transport = nccl_fixture_join(&options, 0, 1);
   fsdp_error error = {0};
-  nccl_fake_hold_events(true);
+  nccl_fake_set(NCCL_FAKE_EVENTS_HELD, true);
   CHECK_OK(nccl_fixture_gather(transport, "unit 'a'", &error));
   nccl_fake_event_fail_at(0);
   CHECK_FAILS(nccl_fixture_wait_for_failure(transport, &error), FSDP_BACKEND,
@@ -87,14 +87,14 @@ TEST(test_more_operations_than_places) {
   options.timeout_ms = 0;
   fsdp_transport *transport = nccl_fixture_join(&options, 0, 1);
   fsdp_error error = {0};
-  nccl_fake_hold_events(true);
+  nccl_fake_set(NCCL_FAKE_EVENTS_HELD, true);
   for (int i = 0; i < 300; i++) {
     CHECK_OK(nccl_fixture_gather(transport, "unit 'a'", &error));
   }
   CHECK_I64(nccl_fake_num_events(), 128);
   check_sleep_ms(20); /* without a limit there is none */
   CHECK_OK(transport->ops->check(transport, &error));
-  nccl_fake_hold_events(false);
+  nccl_fake_set(NCCL_FAKE_EVENTS_HELD, false);
   CHECK_OK(nccl_fixture_gather(transport, "unit 'a'", &error));
   CHECK_OK(transport->ops->check(transport, &error));
   nccl_fake_clear_tape();
@@ -113,7 +113,7 @@ static void be_stuck(bool has_revoke, const char *tape) {
   if (!has_revoke) library.api.comm_revoke = NULL;
   CHECK_OK(fsdp_nccl_create(&library, &options, &store, 0, 1, &call.transport,
                             &call.error));
-  nccl_fake_hold_events(true);
+  nccl_fake_set(NCCL_FAKE_EVENTS_HELD, true);
   nccl_fake_hold_watchdog(true);
   CHECK_OK(nccl_fixture_gather(call.transport, "unit 'a'", NULL));
   nccl_fake_clear_tape();
@@ -145,7 +145,7 @@ TEST(test_another_rank_failed) {
   fsdp_transport *first = nccl_fixture_join(&options, 0, 2);
   fsdp_transport *second = nccl_fixture_join_next(&options, 1, 2);
   fsdp_error error = {0};
-  nccl_fake_hold_events(true);
+  nccl_fake_set(NCCL_FAKE_EVENTS_HELD, true);
   CHECK_OK(nccl_fixture_gather(first, "unit 'a'", &error));
   CHECK_OK(nccl_fixture_gather(second, "unit 'a'", &error));
   nccl_fake_fail_at(0, FSDP_NCCL_SYSTEM_ERROR, false);
