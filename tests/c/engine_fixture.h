@@ -116,6 +116,9 @@ typedef struct model {
   char schedule[MODEL_SCHEDULE_NBYTES];
 } model;
 
+/* Options for one model: model_open(WITH(.rank = 1), "u 8"). */
+#define WITH(...) (&(const model_options){__VA_ARGS__})
+
 /* The model of the running test. */
 extern model m;
 

@@ -35,8 +35,7 @@ static int64_t held_nbytes(void) {
 /* The head's parameters go when its gradient is there, which waits in its own
  * dtype; at the end one block serves it and the embedding's. */
 TEST(test_memory) {
-  const model_options options = {.rank = 1};
-  start(&options);
+  start(WITH(.rank = 1));
   for (int i = 0; i < 4; i++) {
     PLAY("zero_grad; " FORWARD);
     PLAY(ENTER_BACKWARD);
@@ -58,8 +57,7 @@ TEST(test_memory) {
 /* If one of them is reduced all are, at the end. */
 TEST(test_without_gradients) {
   for (int i = 0; i < 4; i++) {
-    const model_options options = {.rank = i % 2, .num_replicas = 1 + i / 2};
-    start(&options);
+    start(WITH(.rank = i % 2, .num_replicas = 1 + i / 2));
     PLAY(FORWARD);
     PLAY(ENTER_BACKWARD);
     PLAY("await root 0; await embed 0; await head 1; grad head 0");
@@ -88,8 +86,7 @@ TEST(test_where_backward_leaves_the_module) {
       "await root 1; await embed 1; await head 0; grad embed 0; grad root 0",
       "await root 0; await embed 0; await head 1; grad head 0"};
   for (int i = 0; i < 2; i++) {
-    const model_options options = {.rank = i};
-    start(&options);
+    start(WITH(.rank = i));
     for (int step = 1; step < 4; step++) {
       PLAY("zero_grad; enter a; enter root; enter embed; enter head; enter b");
       PLAY("leave b; leave head; leave embed; leave root; leave a");
@@ -114,8 +111,7 @@ TEST(test_where_backward_leaves_the_module) {
 
 /* Accumulation, and one that does not reduce while the others do. */
 TEST(test_accumulation) {
-  const model_options options = {.rank = 0};
-  start(&options);
+  start(WITH(.rank = 0));
   PLAY("sync none");
   for (int i = 0; i < 2; i++) {
     PLAY(FORWARD);
@@ -138,9 +134,8 @@ TEST(test_accumulation) {
 
 /* An autograd call may reach weights of the outermost module first. */
 TEST(test_around_a_call_of_autograd) {
-  const model_options options = {.rank = 0};
   FSDP_LOCAL_ERROR(error);
-  start(&options);
+  start(WITH(.rank = 0));
   PLAY(FORWARD);
   PLAY("state root HIDDEN; state head HIDDEN; view head sharded");
   CHECK(fsdp_engine_keeps_hidden(m.engine));
@@ -155,8 +150,7 @@ TEST(test_around_a_call_of_autograd) {
 
 /* The main unit goes first: the others are none's. */
 TEST(test_units_that_leave) {
-  const model_options options = {.rank = 0};
-  start(&options);
+  start(WITH(.rank = 0));
   PLAY("step; check_grads; destroy root");
   CHECK(m.units[HEAD].unit->main == m.units[HEAD].unit);
   PLAY("destroy head; destroy embed");

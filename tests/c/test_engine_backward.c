@@ -144,8 +144,8 @@ TEST(test_unit_reduced_twice) {
 }
 
 TEST(test_frozen_unit) {
-  model_options options = {.backward_prefetch = PREFETCH_AFTER};
-  model_open(&options, "root 4; a 12; frozen 8 frozen");
+  model_open(WITH(.backward_prefetch = PREFETCH_AFTER),
+             "root 4; a 12; frozen 8 frozen");
   PLAY("forward");
   PLAY("inputs frozen"); /* not in a backward */
   PLAY("clear; backward");
@@ -265,9 +265,8 @@ TEST(test_unit_goes_inside_backward) {
 
 /* A unit that does not reduce, or was frozen since, holds nobody up. */
 TEST(test_who_is_not_waited_for) {
-  const model_options options = {.rank = 0};
   FSDP_LOCAL_ERROR(error);
-  model_open(&options, "root 4; a 8; b 12; c 16");
+  model_open(WITH(.rank = 0), "root 4; a 8; b 12; c 16");
   PLAY("step; num_reduces 4"); /* c b a root */
   fsdp_unit_get_settings(m.units[2].unit)->sync = FSDP_SYNC_NONE;
   PLAY("zero_grad; forward; pre_backward root; pre_backward c; grads c");

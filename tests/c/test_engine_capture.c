@@ -51,9 +51,8 @@ TEST(test_fences) {
 /* The memory of a captured step is taken and given back inside, where the
  * device's allocator knows that it is the graph's. */
 TEST(test_memory_of_a_capture) {
-  const model_options options = {.keeps_after_forward = true,
-                                 .forward_prefetch = true};
-  model_start_tree(&m, &options, 2);
+  model_start_tree(
+      &m, WITH(.keeps_after_forward = true, .forward_prefetch = true), 2);
   PLAY("step; zero_grad; forward"); /* kept for a backward */
   CHECK(recorder_live_blocks(m.device) > 0);
   CHECK_OK(fsdp_engine_begin_capture(m.engine, NULL));
@@ -68,9 +67,8 @@ TEST(test_memory_of_a_capture) {
 
 /* A replay finds what the capture found. */
 TEST(test_replays_find_units_at_rest) {
-  const model_options options = {.keeps_after_forward = true};
   fsdp_error error = {0};
-  model_start_tree(&m, &options, 2);
+  model_start_tree(&m, WITH(.keeps_after_forward = true), 2);
   PLAY("step; zero_grad");
   capture("step; zero_grad");
   PLAY("forward; state a HIDDEN");
@@ -107,8 +105,7 @@ static void check_refused(const char *why, fsdp_remedy remedy) {
 }
 
 TEST(test_refusals) {
-  model_options options = {.offloads = true};
-  model_start_tree(&m, &options, 2);
+  model_start_tree(&m, WITH(.offloads = true), 2);
   check_refused("..its shards are in host memory", FSDP_REMEDY_NO_OFFLOAD);
   model_start_tree(&m, NULL, 2);
   fsdp_transport *transport = m.shard_group.transport;

@@ -58,8 +58,7 @@ TEST(test_kept_while_the_user_holds_one) {
 /* Between forward and backward, as in "loss = f(); zero_grad(); backward()". */
 TEST(test_freed_on_entering_backward) {
   for (int64_t rank = 0; rank < 2; rank++) {
-    model_options options = {.rank = rank, .offloads = rank == 1};
-    model_start_tree(&m, &options, 1);
+    model_start_tree(&m, WITH(.rank = rank, .offloads = rank == 1), 1);
     PLAY("step");
     for (int i = 1; i < 3; i++) {
       PLAY("forward; zero_grad; clear; pre_backward root");
@@ -194,8 +193,7 @@ TEST(test_not_freed_while_unsharded_ones_are_held) {
  * what it is added to must be zero. */
 TEST(test_zeros_for_a_segment_that_is_unfrozen) {
   for (int offloads = 0; offloads < 2; offloads++) {
-    model_options options = {.offloads = offloads != 0};
-    model_open(&options, "u mixed");
+    model_open(WITH(.offloads = offloads != 0), "u mixed");
     PLAY("unfreeze u 1; step; freeze u 1");
     PLAY("zero_grad; step"); /* freed, and made without segment 1 */
     CHECK_I64(grad_nbytes(), 8 * 4 + 8 * 2);

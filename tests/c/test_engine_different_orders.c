@@ -83,8 +83,7 @@ TEST(test_other_units) {
 
 /* A unit whose block is held: it stays as it is. */
 TEST(test_held_units_are_gathered) {
-  const model_options options = {.keeps_after_forward = true};
-  open_tree(&options);
+  open_tree(WITH(.keeps_after_forward = true));
   PLAY("enter root; enter a; leave a; state a UNSHARDED");
   want("g1g0.", NULL);
   PLAY("enter b; state a UNSHARDED; view a unsharded; state b UNSHARDED");
@@ -131,9 +130,8 @@ TEST(test_other_gradients) {
 
 /* Only shards of one group are served. */
 TEST(test_replicas_are_refused) {
-  const model_options options = {.num_replicas = 2};
   fsdp_error error;
-  open_tree(&options);
+  open_tree(WITH(.num_replicas = 2));
   PLAY("enter root");
   want("g2", NULL);
   CHECK_FAILS(model_enter(&m, 1, &error), FSDP_INVALID_STATE, error.message,

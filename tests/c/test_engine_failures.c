@@ -13,20 +13,18 @@ TEST(test_every_call_of_full_shard_can_fail) {
 }
 
 TEST(test_every_call_of_shard_grad_op_can_fail) {
-  model_options options = {.keeps_after_forward = true,
-                           .keeps_without_sync = true,
-                           .param_dtype = RECORDER_BF16,
-                           .reduce_dtype = RECORDER_F32,
-                           .wants_scratch = true};
-  failures_every_call_of_steps(&options, NULL, failures_train);
+  failures_every_call_of_steps(
+      WITH(.keeps_after_forward = true, .keeps_without_sync = true,
+           .param_dtype = RECORDER_BF16, .reduce_dtype = RECORDER_F32,
+           .wants_scratch = true),
+      NULL, failures_train);
 }
 
 TEST(test_every_call_of_units_that_stay_shown_can_fail) {
-  model_options options = {.keeps_after_forward = true,
-                           .shows_kept = true,
-                           .keeps_without_sync = true,
-                           .param_dtype = RECORDER_BF16};
-  failures_every_call_of_steps(&options, NULL, failures_train);
+  failures_every_call_of_steps(
+      WITH(.keeps_after_forward = true, .shows_kept = true,
+           .keeps_without_sync = true, .param_dtype = RECORDER_BF16),
+      NULL, failures_train);
 }
 
 TEST(test_every_call_of_units_with_parts_can_fail) {
@@ -39,8 +37,9 @@ TEST(test_every_call_of_units_with_parts_can_fail) {
 }
 
 TEST(test_every_call_of_hybrid_can_fail) {
-  model_options options = {.rank = 1, .num_replicas = 2, .prescale = 0.5};
-  failures_every_call_of_steps(&options, NULL, failures_train);
+  failures_every_call_of_steps(
+      WITH(.rank = 1, .num_replicas = 2, .prescale = 0.5), NULL,
+      failures_train);
 }
 
 TEST(test_every_call_of_no_shard_can_fail) {
@@ -69,9 +68,8 @@ TEST(test_every_call_of_a_reset_can_fail) {
 
 /* Leaving a forward that raised cannot fail, whatever the port says. */
 TEST(test_every_call_of_an_abandoned_forward_can_fail) {
-  model_options options = {.forward_prefetch = true};
   for (int64_t i = 0;; i++) {
-    failures_plan(&options);
+    failures_plan(WITH(.forward_prefetch = true));
     model_start(&m);
     PLAY("eval; enter root; enter mixed"); /* "frozen" in flight */
     const int64_t num_calls_before = recorder_num_calls(m.device);
@@ -197,6 +195,6 @@ TEST(test_every_call_of_making_can_fail) {
 }
 
 TEST(test_every_allocation_can_fail) {
-  model_options options = {.forward_prefetch = true};
-  failures_every_allocation(&options, NULL, failures_train);
+  failures_every_allocation(WITH(.forward_prefetch = true), NULL,
+                            failures_train);
 }

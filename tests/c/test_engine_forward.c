@@ -16,8 +16,7 @@ TEST(test_tree_gathers_unit_by_unit) {
 }
 
 TEST(test_forward_without_backward_keeps_nothing) {
-  model_options options = {.keeps_after_forward = true};
-  model_start_tree(&m, &options, 1);
+  model_start_tree(&m, WITH(.keeps_after_forward = true), 1);
   PLAY("eval");
   CHECK_SCHEDULE(
       "all_gather root; show root unsharded; all_gather a; show a unsharded; "
@@ -27,9 +26,8 @@ TEST(test_forward_without_backward_keeps_nothing) {
 
 /* Unless asked to, for the next one, if the parameters stay as they are. */
 TEST(test_forward_without_graph_keeps_for_the_next_one) {
-  model_options options = {.keeps_after_forward = true,
-                           .keeps_for_inference = true};
-  model_start_tree(&m, &options, 1);
+  model_start_tree(
+      &m, WITH(.keeps_after_forward = true, .keeps_for_inference = true), 1);
   PLAY("infer; state root KEPT; state a KEPT; view a sharded; clear; infer");
   CHECK_SCHEDULE("show root unsharded; show a unsharded; hide root; hide a");
   PLAY("num_all_gathers 2; optimizer; infer; num_all_gathers 4");
@@ -47,8 +45,8 @@ TEST(test_forward_without_graph_keeps_for_the_next_one) {
 
 /* So is what a forward kept for its backward. */
 TEST(test_forwards_of_one_backward_gather_once) {
-  model_options options = {.keeps_after_forward = true, .shows_kept = true};
-  model_start_tree(&m, &options, 1);
+  model_start_tree(&m, WITH(.keeps_after_forward = true, .shows_kept = true),
+                   1);
   PLAY("forward; infer; num_all_gathers 2; clear; forward; num_all_gathers 2");
   PLAY("backward; check_grads; check_sharded; check_idle; zero_grad");
   /* Not if somebody is to write in between, or has. */
@@ -58,14 +56,12 @@ TEST(test_forwards_of_one_backward_gather_once) {
 }
 
 TEST(test_forward_without_graph_keeps_nothing_unasked) {
-  model_options options = {.keeps_after_forward = true};
-  model_start_tree(&m, &options, 1);
+  model_start_tree(&m, WITH(.keeps_after_forward = true), 1);
   PLAY("infer; check_sharded; check_idle; infer; num_all_gathers 4");
 }
 
 TEST(test_forward_prefetch_from_the_second_iteration) {
-  model_options options = {.forward_prefetch = true};
-  model_start_tree(&m, &options, 3);
+  model_start_tree(&m, WITH(.forward_prefetch = true), 3);
   PLAY("eval; num_prefetches 0; optimizer; clear; eval");
   CHECK_SCHEDULE(
       "all_gather root; all_gather a; show root unsharded; all_gather b; "
@@ -76,8 +72,7 @@ TEST(test_forward_prefetch_from_the_second_iteration) {
 
 /* b was prefetched but the forward ends without it: never shown, dropped. */
 TEST(test_unused_forward_prefetch_is_dropped) {
-  model_options options = {.forward_prefetch = true};
-  model_start_tree(&m, &options, 2);
+  model_start_tree(&m, WITH(.forward_prefetch = true), 2);
   PLAY("eval; clear; enter root; enter a; state b PREFETCHED; leave_eval a");
   PLAY("leave_eval root");
   CHECK_SCHEDULE(
@@ -97,8 +92,7 @@ TEST(test_unused_forward_prefetch_is_dropped) {
 /* Parameters kept for a backward that never came are from before the
  * optimizer's step: the next forward gathers them again. */
 TEST(test_stale_params_are_dropped) {
-  model_options options = {.keeps_after_forward = true};
-  model_start_tree(&m, &options, 1);
+  model_start_tree(&m, WITH(.keeps_after_forward = true), 1);
   PLAY("forward");
   model_check_states(&m, FSDP_UNIT_HIDDEN);
   PLAY("optimizer; clear; forward"); /* checks the values */
@@ -110,9 +104,9 @@ TEST(test_stale_params_are_dropped) {
 /* What is kept stays shown until backward. What the user writes there is taken
  * once: by backward, by the next forward, or when it is hidden. */
 TEST(test_shown_until_backward) {
-  model_options options = {.keeps_after_forward = true, .shows_kept = true};
   fsdp_engine *engine;
-  model_start_tree(&m, &options, 1);
+  model_start_tree(&m, WITH(.keeps_after_forward = true, .shows_kept = true),
+                   1);
   engine = m.engine;
   PLAY("forward");
   CHECK_SCHEDULE(
@@ -155,8 +149,7 @@ TEST(test_unit_called_twice_in_forward) {
 }
 
 TEST(test_forward_that_raises) {
-  model_options options = {.forward_prefetch = true};
-  model_start_tree(&m, &options, 2);
+  model_start_tree(&m, WITH(.forward_prefetch = true), 2);
   PLAY("eval; enter root; enter a"); /* b is in flight */
   PLAY("abandon a");
   CHECK(fsdp_engine_in_forward(m.engine));
@@ -169,9 +162,8 @@ TEST(test_forward_that_raises) {
  * forward does, which still reads the root's parameters, and those of a unit
  * whose forward runs. */
 TEST(test_backward_inside_a_forward) {
-  model_options options = {.keeps_after_forward = true};
   for (int i = 0; i < 2; i++) {
-    model_start_tree(&m, i == 0 ? NULL : &options, 2);
+    model_start_tree(&m, i == 0 ? NULL : WITH(.keeps_after_forward = true), 2);
     for (int step = 0; step < 2; step++) {
       PLAY("zero_grad; enter root; enter a; leave a; enter b");
       PLAY("pre_backward a; grads a; finish");
@@ -202,9 +194,8 @@ TEST(test_backward_that_leaves_what_was_kept) {
 /* For inputs or weights inside a unit: the first event is a recomputation.
  * Units that are kept whole stay so, though it leaves one by an exception. */
 TEST(test_backward_that_begins_with_a_recomputation) {
-  const model_options options = {.keeps_after_forward = true,
-                                 .keeps_without_sync = true};
-  model_start_tree(&m, &options, 2);
+  model_start_tree(
+      &m, WITH(.keeps_after_forward = true, .keeps_without_sync = true), 2);
   PLAY("sync none; forward; num_all_gathers 3");
   PLAY("open; leave_kept");
   for (size_t i = 1; i < 3; i++) {

@@ -68,10 +68,9 @@ TEST(test_no_sync_then_sync) {
 /* Gradients kept in another dtype than they are reduced in take as much memory
  * as that dtype needs; a block for the reduction is there while it runs. */
 TEST(test_held_dtype) {
-  const model_options options = {.param_dtype = RECORDER_BF16,
-                                 .reduce_dtype = RECORDER_F32,
-                                 .held_dtype = RECORDER_BF16};
-  model_open(&options, "root 64; a 128");
+  model_open(WITH(.param_dtype = RECORDER_BF16, .reduce_dtype = RECORDER_F32,
+                  .held_dtype = RECORDER_BF16),
+             "root 64; a 128");
   for (int i = 0; i < 2; i++) {
     PLAY("sync none; step; step; check_grads; clear");
     CHECK_I64(model_stats(&m).arena.held_nbytes, 2 * (64 + 128) * 2);
@@ -83,8 +82,7 @@ TEST(test_held_dtype) {
 /* Parameters kept between micro-batches are hidden in between, and gathered
  * again if the user changed them there. */
 TEST(test_kept_parameters) {
-  model_options options = {.keeps_without_sync = true};
-  model_start_tree(&m, &options, 1);
+  model_start_tree(&m, WITH(.keeps_without_sync = true), 1);
   PLAY("sync none; step; view a sharded; state a KEPT");
   const int64_t num_all_gathers = model_stats(&m).num_all_gathers;
   PLAY("clear; step"); /* on what was kept: a reshards after its forward */
@@ -256,9 +254,8 @@ TEST(test_third_step_allocates_nothing) {
 /* Memory is arithmetic. One unit: its gradients, in fp32, take the place of its
  * parameters, in bf16. */
 TEST(test_memory_of_one_unit) {
-  model_options options = {.param_dtype = RECORDER_BF16,
-                           .reduce_dtype = RECORDER_F32};
-  model_open(&options, "u 64");
+  model_open(WITH(.param_dtype = RECORDER_BF16, .reduce_dtype = RECORDER_F32),
+             "u 64");
   PLAY("step; step; step");
   CHECK_I64(model_stats(&m).arena.peak_nbytes, 128 * 4);
   CHECK_I64(recorder_live_nbytes(m.device), 0);
@@ -286,8 +283,7 @@ TEST(test_memory_does_not_grow_with_depth) {
 /* The reduce_scatter's piece is the sharded gradient: nothing adds or scales,
  * and a second backward does. */
 TEST(test_reduces_to_the_mean) {
-  const model_options options = {.rank = 1, .has_mean = true};
-  model_open(&options, "u 8");
+  model_open(WITH(.rank = 1, .has_mean = true), "u 8");
   recorder_show_memory(m.device, true);
   PLAY("step");
   CHECK_TAPE_HAS("reduce_scatter_mean reduce g0 8 f32 ? <- b2");
@@ -302,8 +298,7 @@ TEST(test_reduces_to_the_mean) {
 
 /* In the slot, from which the host's copy comes. */
 TEST(test_offloads_the_mean) {
-  const model_options options = {.rank = 1, .has_mean = true, .offloads = true};
-  model_open(&options, "u 8");
+  model_open(WITH(.rank = 1, .has_mean = true, .offloads = true), "u 8");
   recorder_show_memory(m.device, true);
   PLAY("step");
   CHECK_TAPE_HAS("reduce_scatter_mean reduce g0 8 f32 b2+32 <- b2");
@@ -327,8 +322,7 @@ TEST(test_not_to_the_mean) {
 
 /* A partial gradient is a sum. */
 TEST(test_adds_a_partial_gradient_to_the_mean) {
-  const model_options options = {.rank = 1, .has_mean = true};
-  model_open(&options, "u 8");
+  model_open(WITH(.rank = 1, .has_mean = true), "u 8");
   PLAY("sync shard; step; step; sync reduce; clear; step; check_grads");
   CHECK_TAPE_HAS("reduce_scatter_mean");
   CHECK_TAPE_HAS("accumulate reduce x0.5 8 f32->f32 add");
@@ -337,8 +331,7 @@ TEST(test_adds_a_partial_gradient_to_the_mean) {
 
 /* Of parameters that no rank used the sums are read as before. */
 TEST(test_marks_beside_the_mean) {
-  const model_options options = {.has_mean = true, .finds_unused = true};
-  model_open(&options, "u 8");
+  model_open(WITH(.has_mean = true, .finds_unused = true), "u 8");
   PLAY("step; check_grads");
   CHECK_TAPE_HAS("reduce_scatter_mean reduce g0 8 f32");
   CHECK_TAPE_HAS("reduce_scatter reduce g0 ");

@@ -11,8 +11,7 @@ static void set_hooks(void) {
 
 /* No collective, no scale before it or after it, and no prescale. */
 TEST(test_step) {
-  model_options options = {.rank = 1, .num_replicas = 2, .prescale = 0.5};
-  model_start_tree(&m, &options, 0);
+  model_start_tree(&m, WITH(.rank = 1, .num_replicas = 2, .prescale = 0.5), 0);
   set_hooks();
   PLAY("forward");
   recorder_show_memory(m.device, true);
@@ -49,8 +48,7 @@ static void set_custom(unsigned kinds) {
 /* The user's own reduce-scatter, and the hook on what it reduced: the mean, so
  * the accumulation does not scale. */
 TEST(test_custom_reductions) {
-  model_options options = {.rank = 1, .num_replicas = 2, .prescale = 0.5};
-  model_start_tree(&m, &options, 0);
+  model_start_tree(&m, WITH(.rank = 1, .num_replicas = 2, .prescale = 0.5), 0);
   set_custom(FSDP_CUSTOM_REDUCE_SCATTER | FSDP_CUSTOM_REDUCED);
   PLAY("forward; clear; backward");
   const char *tape = recorder_tape(m.device);
@@ -110,6 +108,6 @@ TEST(test_numbers) {
 }
 
 TEST(test_every_call_can_fail) {
-  model_options options = {.num_replicas = 2};
-  failures_every_call_of_steps(&options, set_hooks, failures_train);
+  failures_every_call_of_steps(WITH(.num_replicas = 2), set_hooks,
+                               failures_train);
 }

@@ -72,9 +72,7 @@ TEST(test_sharded_gradients_come_late) {
 
 /* Scratch ends with its reduction, a partial gradient with its addition. */
 TEST(test_scratch_and_partial_gradients_end) {
-  model_options options = {0};
-  options.wants_scratch = true;
-  start(&options, 3);
+  start(WITH(.wants_scratch = true), 3);
   for (int i = 0; i < 2; i++) {
     PLAY("zero_grad; sync shard; step");
     CHECK_I64(model_stats(&m).partial_grad_nbytes, 4 * BLOCK / 2);
@@ -141,12 +139,9 @@ TEST(test_values) {
 
 /* Each call of a step fails once; the reset leaves nothing in flight. */
 TEST(test_every_call_can_fail) {
-  model_options options = {0};
-  options.wants_scratch = true;
-  options.num_replicas = 2;
   for (int64_t i = 0;; i++) {
     fsdp_error error = {0};
-    start(&options, 2);
+    start(WITH(.wants_scratch = true, .num_replicas = 2), 2);
     const int64_t before = recorder_num_calls(m.device);
     recorder_fail_at(m.device, i);
     fsdp_status status = model_forward(&m, true, &error);

@@ -181,16 +181,13 @@ TEST(test_ranks_that_cannot) {
 }
 
 TEST(test_units_that_keep_their_parameters) {
-  const model_options keeps = {.keeps_after_forward = true};
-  start(&keeps, true);
+  start(WITH(.keeps_after_forward = true), true);
   PLAY("step");
   CHECK_NOTES("");
-  const model_options casts = {.param_dtype = {FSDP_DTYPE_BFLOAT16, 2}};
-  start(&casts, true);
+  start(WITH(.param_dtype = {FSDP_DTYPE_BFLOAT16, 2}), true);
   PLAY("step");
   CHECK_NOTES("");
-  const model_options keeps_once = {.keeps_without_sync = true};
-  start(&keeps_once, true);
+  start(WITH(.keeps_without_sync = true), true);
   PLAY("sync none; step"); /* kept for the next micro-batch */
   CHECK_NOTES("share root; share a; share b");
   PLAY("sync reduce; step; zero_grad; step");

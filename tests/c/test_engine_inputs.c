@@ -86,8 +86,7 @@ TEST(test_kept_gradients) {
 }
 
 TEST(test_prefetch_after_them) {
-  model_options options = {.backward_prefetch = PREFETCH_AFTER};
-  start(&options);
+  start(WITH(.backward_prefetch = PREFETCH_AFTER));
   PLAY("pre_backward mixed; expect mixed 4; grad mixed 4; grad mixed 2");
   PLAY("grad mixed 0; state frozen SHARDED; inputs mixed");
   PLAY("state frozen PREFETCHED; pre_backward frozen; expect frozen 1");

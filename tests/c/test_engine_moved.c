@@ -66,8 +66,7 @@ TEST(test_moved_before_backward) {
 
 /* One rank: the shard is the whole, and replicas get what lies there now. */
 TEST(test_a_moved_shard_of_one_rank) {
-  model_options options = {.world_size = 1, .num_replicas = 2};
-  model_open(&options, "u 4");
+  model_open(WITH(.world_size = 1, .num_replicas = 2), "u 4");
   recorder_show_memory(m.device, true);
   PLAY("step; zero_grad");
   const void *moved = move_shard(0, 0);

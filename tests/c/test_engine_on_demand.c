@@ -141,8 +141,7 @@ TEST(test_root_is_shown_before_backward) {
 
 /* The block of hidden parameters goes with what autograd saved of them. */
 TEST(test_hidden_parameters_are_emptied) {
-  model_options options = {.keeps_after_forward = true};
-  model_start_tree(&m, &options, 1);
+  model_start_tree(&m, WITH(.keeps_after_forward = true), 1);
   PLAY("forward");
   recorder_set_params_changed(m.device, true);
   PLAY("clear; enter root"); /* the backward is dropped */

@@ -175,8 +175,7 @@ TEST(test_other_reduction) {
 
 /* Alone, a rank has nobody to ask. */
 TEST(test_one_rank) {
-  model_options options = {.world_size = 1};
-  model_start_tree(&m, &options, 1);
+  model_start_tree(&m, WITH(.world_size = 1), 1);
   turn_on();
   PLAY("step");
   CHECK_TAPE_LACKS("all_gather_bytes");

@@ -17,8 +17,7 @@ static int64_t count_lines(const char *word) {
 
 /* Rank 1 of two, four replicas: the first micro-batch, a second, the last. */
 TEST(test_window) {
-  model_options options = {.rank = 1, .num_replicas = 4};
-  model_open(&options, "u 4");
+  model_open(WITH(.rank = 1, .num_replicas = 4), "u 4");
   recorder_show_memory(m.device, true);
   recorder_name_memory(m.device, m.units[0].grad_shards[0], 16, "grad");
   PLAY("sync shard; forward; clear; backward");
@@ -115,10 +114,10 @@ TEST(test_windows) {
 /* Every order of two kinds of micro-batch before the reduction. */
 TEST(test_mixed_with_no_sync) {
   for (int kinds = 0; kinds < 16; kinds++) {
-    model_options options = {.num_replicas = 2,
-                             .prescale = 0.5,
-                             .keeps_without_sync = kinds % 3 == 0};
-    model_start_tree(&m, &options, 2);
+    model_start_tree(&m,
+                     WITH(.num_replicas = 2, .prescale = 0.5,
+                          .keeps_without_sync = kinds % 3 == 0),
+                     2);
     for (int window = 0; window < 2; window++) {
       for (int i = 0; i < 4; i++) {
         const bool is_partial = (kinds >> i & 1) != 0;
@@ -155,8 +154,8 @@ static void step_without_b(fsdp_sync sync, bool is_entered) {
 TEST(test_unit_without_gradients_in_the_last) {
   for (int is_entered = 0; is_entered < 2; is_entered++) {
     for (int64_t world_size = 1; world_size < 3; world_size++) {
-      model_options options = {.world_size = world_size, .num_replicas = 2};
-      model_start_tree(&m, &options, 2);
+      model_start_tree(&m, WITH(.world_size = world_size, .num_replicas = 2),
+                       2);
       PLAY("sync shard; step");
       step_without_b(FSDP_SYNC_SHARD, is_entered != 0);
       PLAY("num_reduces 5; check_grads");

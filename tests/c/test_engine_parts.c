@@ -7,12 +7,11 @@
 #include "engine_fixture.h"
 
 static void start(bool prefetches) {
-  const model_options options = {.world_size = 4,
-                                 .rank = 3,
-                                 .part_world_size = 2,
-                                 .param_dtype = RECORDER_BF16,
-                                 .forward_prefetch = prefetches};
-  model_start_tree(&m, &options, 2);
+  model_start_tree(
+      &m,
+      WITH(.world_size = 4, .rank = 3, .part_world_size = 2,
+           .param_dtype = RECORDER_BF16, .forward_prefetch = prefetches),
+      2);
 }
 
 TEST(test_backward_gathers_parts) {

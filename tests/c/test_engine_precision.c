@@ -164,8 +164,7 @@ TEST(test_one_rank) {
 /* Without a cast there is no other precision: nothing happens. */
 TEST(test_units_without_a_cast) {
   for (int64_t world_size = 1; world_size < 3; world_size++) {
-    model_options options = {.world_size = world_size};
-    start_tree(&options, 0);
+    start_tree(WITH(.world_size = world_size), 0);
     set_full(0, true);
     CHECK(fsdp_unit_get_settings(m.units[0].unit)->wants_full);
     PLAY("eval");

@@ -133,8 +133,7 @@ TEST(test_a_step) {
 
 /* Parameters without a gradient are zeros between the parts. */
 TEST(test_unused) {
-  const model_options options = {.rank = 1};
-  start_pair(&options);
+  start_pair(WITH(.rank = 1));
   PLAY("step; zero_grad; forward; pre_backward u; expect u 1; grad u 1");
   PLAY("finish");
   check_grads();
@@ -154,8 +153,7 @@ TEST(test_kept_without_sync) {
 }
 
 TEST(test_partial) {
-  const model_options options = {.rank = 1};
-  start_pair(&options);
+  start_pair(WITH(.rank = 1));
   PLAY("sync shard; step; check_grads; grad_view u partial; step; check_grads");
   PLAY("sync reduce; step");
   check_grads();
@@ -180,13 +178,10 @@ TEST(test_two_gradients) {
 
 /* They are packed in the reduce dtype. */
 TEST(test_other_dtypes) {
-  const model_options narrow = {.param_dtype = RECORDER_BF16,
-                                .reduce_dtype = RECORDER_F32};
-  start_pair(&narrow);
+  start_pair(WITH(.param_dtype = RECORDER_BF16, .reduce_dtype = RECORDER_F32));
   PLAY("step; check_grads");
   CHECK_NOTES("32832B 1>1");
-  const model_options same = {.param_dtype = RECORDER_BF16};
-  start_pair(&same);
+  start_pair(WITH(.param_dtype = RECORDER_BF16));
   PLAY("step; check_grads");
   CHECK_NOTES("16416B 2>1");
 }
@@ -227,11 +222,9 @@ TEST(test_another_dtype_while_waiting) {
 }
 
 TEST(test_units_that_do_not) {
-  const model_options scaled = {.prescale = 0.5};
-  const model_options replicated = {.num_replicas = 2};
-  start(&scaled);
+  start(WITH(.prescale = 0.5));
   PLAY("step; check_grads");
-  start(&replicated);
+  start(WITH(.num_replicas = 2));
   PLAY("step; check_grads");
   start(NULL);
   can = false;
@@ -244,8 +237,7 @@ TEST(test_units_that_do_not) {
 
 /* A rank without some gradient asks for the sums of its marks. */
 TEST(test_marks) {
-  const model_options options = {.rank = 1, .finds_unused = true};
-  start_pair(&options);
+  start_pair(WITH(.rank = 1, .finds_unused = true));
   const fsdp_unit *unit = m.units[0].unit;
   PLAY("step");
   CHECK_NOTES("32816B 3>1");

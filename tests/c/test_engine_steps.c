@@ -24,8 +24,7 @@ TEST(test_full_shard) {
 
 /* One rank in the shard group: the shard is the parameter. */
 TEST(test_no_shard) {
-  model_options options = {.world_size = 1, .num_replicas = 4};
-  model_open(&options, "root 8");
+  model_open(WITH(.world_size = 1, .num_replicas = 4), "root 8");
   PLAY("step");
   CHECK_TAPE(
       "record e1 compute; wait unshard e1; take_params root sharded; "
@@ -41,8 +40,7 @@ TEST(test_no_shard) {
 
 /* The all-reduce of the pieces follows the reduce-scatter on its own lane. */
 TEST(test_hybrid) {
-  model_options options = {.rank = 1, .num_replicas = 4};
-  model_start_tree(&m, &options, 0);
+  model_start_tree(&m, WITH(.rank = 1, .num_replicas = 4), 0);
   PLAY("forward");
   recorder_show_memory(m.device, true);
   PLAY("clear; backward");
@@ -64,12 +62,10 @@ TEST(test_hybrid) {
 /* The cast writes into the rank's slot of the block, which is gathered in
  * place; gradients come in bf16 and are reduced in fp32, prescaled. */
 TEST(test_casts) {
-  model_options options = {.rank = 1,
-                           .param_dtype = RECORDER_BF16,
-                           .reduce_dtype = RECORDER_F32,
-                           .prescale = 0.5,
-                           .wants_scratch = true};
-  model_open(&options, "u 8");
+  model_open(WITH(.rank = 1, .param_dtype = RECORDER_BF16,
+                  .reduce_dtype = RECORDER_F32, .prescale = 0.5,
+                  .wants_scratch = true),
+             "u 8");
   recorder_show_memory(m.device, true);
   recorder_name_memory(m.device, m.units[0].shards[0], 32, "shard");
   recorder_name_memory(m.device, m.units[0].grad_shards[0], 32, "grad");
@@ -95,8 +91,7 @@ TEST(test_casts) {
 
 /* One rank that casts has a block of its own, but nobody to gather from. */
 TEST(test_one_rank_with_casts) {
-  model_options options = {.world_size = 1, .param_dtype = RECORDER_BF16};
-  model_open(&options, "u 8");
+  model_open(WITH(.world_size = 1, .param_dtype = RECORDER_BF16), "u 8");
   PLAY("step");
   CHECK_TAPE(
       "record e1 compute; wait unshard e1; take_params u sharded; event e7; "

@@ -59,9 +59,7 @@ static void write_whole(float *data, int bits, double first) {
 
 /* Rank 0 writes back what it alone sees: over the replicas, then the shards. */
 TEST(test_first_rank) {
-  model_options options = {.rank = 0};
-  options.num_replicas = 2;
-  start(&options);
+  start(WITH(.rank = 0, .num_replicas = 2));
   PLAY("summon u first_only; dismiss u");
   CHECK_TAPE(
       "take_params u sharded; alloc 64 b3; record e1 compute; wait unshard e1; "
@@ -78,9 +76,7 @@ TEST(test_first_rank) {
 
 /* Rank 1 helps to gather, gives the memory back, and gets what rank 0 wrote. */
 TEST(test_other_rank) {
-  model_options options = {.rank = 1};
-  options.num_replicas = 2;
-  start(&options);
+  start(WITH(.rank = 1, .num_replicas = 2));
   PLAY("summon u first_only");
   CHECK_TAPE(
       "take_params u sharded; alloc 64 b3; record e1 compute; wait unshard e1; "
@@ -98,9 +94,7 @@ TEST(test_other_rank) {
 
 /* Shards and whole parameters in host memory, the device in between. */
 TEST(test_offloaded_on_host_with_gradients) {
-  model_options options = {.rank = 1};
-  options.offloads = true;
-  start(&options);
+  start(WITH(.rank = 1, .offloads = true));
   PLAY("summon u on_host+with_grads");
   CHECK_TAPE(
       "take_params u sharded; alloc 64 b3; "
@@ -127,8 +121,7 @@ TEST(test_offloaded_on_host_with_gradients) {
 
 /* One rank with replicas: the shard itself is what is broadcast. */
 TEST(test_resident_on_first_rank) {
-  model_options options = {.world_size = 1, .num_replicas = 2};
-  start(&options);
+  start(WITH(.world_size = 1, .num_replicas = 2));
   PLAY("summon u first_only; dismiss u");
   CHECK_TAPE(
       "take_params u sharded; take_params u sharded; record e1 compute; "
@@ -237,8 +230,7 @@ TEST(test_combinations) {
 
 /* The other rank gets the first one's gradients. */
 TEST(test_gradients_of_the_first_rank) {
-  const model_options options = {.rank = 1};
-  start(&options);
+  start(WITH(.rank = 1));
   PLAY("summon u first_only+with_grads");
   recorder_set_broadcast(m.device, 40);
   PLAY("dismiss u");
@@ -252,8 +244,7 @@ TEST(test_gradients_of_the_first_rank) {
 
 /* No rank has any: nothing is gathered, nothing is shown. */
 TEST(test_no_gradients) {
-  const model_options options = {.rank = 0};
-  start(&options);
+  start(WITH(.rank = 0));
   PLAY("zero_grad; summon u with_grads; no_grads u; dismiss u; no_grads u");
   CHECK_TAPE_HAS("all_gather_bytes g0 1;");
   CHECK_TAPE_LACKS("take_full_grads");
@@ -264,9 +255,7 @@ TEST(test_no_gradients) {
  * has none afterwards; with one, what the user made of it. */
 TEST(test_gradients_of_another_rank) {
   for (int offloads = 0; offloads < 2; offloads++) {
-    model_options options = {.rank = 1};
-    options.offloads = offloads != 0;
-    start(&options);
+    start(WITH(.rank = 1, .offloads = offloads != 0));
     PLAY("zero_grad");
     recorder_set_answer_byte(m.device, true);
     PLAY("summon u with_grads");
@@ -286,8 +275,7 @@ TEST(test_gradients_of_another_rank) {
 /* The user clears them while they are whole: gone on every rank. */
 TEST(test_cleared_gradients) {
   for (int64_t rank = 0; rank < 2; rank++) {
-    const model_options options = {.rank = rank};
-    start(&options);
+    start(WITH(.rank = rank));
     PLAY("summon u first_only+with_grads; clear");
     if (rank == 0) {
       PLAY("zero_grad");
@@ -376,10 +364,9 @@ TEST(test_every_call_can_fail) {
 
 /* The ranks' agreement on gradients needs some memory. */
 TEST(test_every_allocation_can_fail) {
-  const model_options options = {.rank = 0};
   const fsdp_summon_options how = model_summon_options(FIRST_ONLY | WITH_GRADS);
   for (int64_t i = 0;; i++) {
-    start(&options);
+    start(WITH(.rank = 0));
     fsdp_alloc_fail_at(i);
     fsdp_status status = fsdp_unit_summon(m.units[0].unit, &how, NULL);
     const bool is_summoned = status == FSDP_OK;

@@ -25,9 +25,8 @@ TEST(test_unreduced_gradients_stay) {
 TEST(test_mixed_segments) {
   for (int bits = 0; bits < MODEL_NUM_SUMMONS; bits++) {
     for (int64_t rank = 0; rank < 2; rank++) {
-      const model_options options = {.rank = rank};
       const fsdp_summon_options how = model_summon_options(bits);
-      model_open(&options, "u mixed");
+      model_open(WITH(.rank = rank), "u mixed");
       PLAY("step; check_grads");
       CHECK_OK(fsdp_unit_summon(m.units[0].unit, &how, NULL));
       model_check_params(&m, 0);
@@ -65,9 +64,8 @@ TEST(test_units_without_elements) {
 TEST(test_summoned_unit_goes) {
   for (int bits = 0; bits < MODEL_NUM_SUMMONS; bits++) {
     for (int is_engine = 0; is_engine < 2; is_engine++) {
-      const model_options options = {.rank = 0};
       const fsdp_summon_options how = model_summon_options(bits);
-      model_start_tree(&m, &options, 0);
+      model_start_tree(&m, WITH(.rank = 0), 0);
       PLAY("step");
       CHECK_OK(fsdp_unit_summon(m.units[0].unit, &how, NULL));
       if (is_engine) {
@@ -85,9 +83,8 @@ TEST(test_summoned_unit_goes) {
 TEST(test_every_call_of_going_can_fail) {
   for (int bits = 0; bits < MODEL_NUM_SUMMONS; bits++) {
     for (int64_t i = 0;; i++) {
-      const model_options options = {.rank = 0};
       const fsdp_summon_options how = model_summon_options(bits);
-      model_start_tree(&m, &options, 0);
+      model_start_tree(&m, WITH(.rank = 0), 0);
       PLAY("step");
       CHECK_OK(fsdp_unit_summon(m.units[0].unit, &how, NULL));
       const int64_t num_before = recorder_num_calls(m.device);

@@ -8,8 +8,7 @@
 /* A whole unit: it had no gradient memory at all. */
 TEST(test_frozen_unit_is_unfrozen) {
   for (int offloads = 0; offloads < 2; offloads++) {
-    model_options options = {.offloads = offloads != 0, .wants_scratch = true};
-    failures_plan(&options);
+    failures_plan(WITH(.offloads = offloads != 0, .wants_scratch = true));
     model_start(&m);
     PLAY("step; check_grads; num_reduces 3");
     CHECK_I64(model_stats(&m).arena.num_clients, 4 + 3);

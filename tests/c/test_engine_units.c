@@ -183,8 +183,7 @@ TEST(test_unsharded_gradients_go_with_the_engine) {
 
 /* A gather that is still in flight ends before its block is used again. */
 TEST(test_destroyed_while_in_flight) {
-  model_options options = {.forward_prefetch = true};
-  model_start_tree(&m, &options, 1);
+  model_start_tree(&m, WITH(.forward_prefetch = true), 1);
   PLAY("eval; enter root; state a PREFETCHED; clear; destroy a");
   CHECK_TAPE_HAS(" unshard;");
   CHECK_TAPE_LACKS(" compute;");

@@ -29,8 +29,7 @@ static bool is_unused(int64_t param) {
 
 /* A rank that has all gradients reads nothing. */
 TEST(test_tape) {
-  const model_options options = {.rank = 1};
-  start_with(&options, false);
+  start_with(WITH(.rank = 1), false);
   PLAY("forward; pre_backward u; expect u 2; grad u 0; clear; grad u 1");
   CHECK_TAPE_HAS(
       "pack compute x1 4 f32->f32, 8 f32->f32, zero 4 f32, one 4 f32; ");
@@ -176,8 +175,7 @@ TEST(test_filled) {
 /* Frozen parameters are not missed; the marks come with the first that is
  * trained. */
 TEST(test_frozen) {
-  const model_options options = {.rank = 1};
-  start_with(&options, false);
+  start_with(WITH(.rank = 1), false);
   PLAY("freeze u 0; step; no_grads u; zero_grad; unfreeze u 0");
   PLAY("forward; pre_backward u; expect u 1; grad u 1; finish; check_grads");
   CHECK(is_unused(0) && !is_unused(1));
@@ -221,9 +219,8 @@ TEST(test_every_call_fails) {
 
 /* The host would have to ask in each replay. */
 TEST(test_a_capture_is_refused) {
-  const model_options options = {.rank = 1};
   fsdp_error error = {0};
-  start_with(&options, false);
+  start_with(WITH(.rank = 1), false);
   PLAY("step; zero_grad");
   CHECK_OK(fsdp_engine_begin_capture(m.engine, NULL));
   CHECK_OK(fsdp_engine_fork_lanes(m.engine, NULL));

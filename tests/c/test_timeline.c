@@ -169,8 +169,7 @@ TEST(test_spans_have_times_and_sizes) {
 }
 
 TEST(test_an_unused_prefetch) {
-  model_options options = {.forward_prefetch = true};
-  model_start_tree(&m, &options, 2);
+  model_start_tree(&m, WITH(.forward_prefetch = true), 2);
   PLAY("eval"); /* learns the order */
   start(2);
   PLAY("enter root; leave_eval root"); /* a does not run */
@@ -181,8 +180,7 @@ TEST(test_an_unused_prefetch) {
 }
 
 TEST(test_replicas) {
-  model_options options = {.num_replicas = 2};
-  model_start_tree(&m, &options, 0);
+  model_start_tree(&m, WITH(.num_replicas = 2), 0);
   start(1);
   PLAY("step");
   CHECK(strstr(text_of(ring),
