@@ -5,8 +5,11 @@ Tests that need neither counts nor a limit of the memory also run on a GPU.
 
 import ctypes
 import os
+from collections.abc import Callable, Iterator
 
 import pytest
+
+from helpers.distributed import distributed
 
 IS_HERE = "FAKE_CUDA_FOLDER" in os.environ
 
@@ -26,6 +29,18 @@ def set_schedule(seed: int, scale: float) -> None:
     if not IS_HERE:
         return
     _loaded.fakecuda_set_schedule(ctypes.c_uint64(seed), ctypes.c_double(scale))
+
+
+def schedules(count: int) -> Iterator[int]:
+    """Yield seeds of delays, each when its delays hold."""
+    for seed in range(count):
+        set_schedule(seed, 1.0)
+        yield seed
+
+
+def on_device(body: Callable[[], None]) -> Callable[[], None]:
+    """Run the body in a process whose default device is CUDA."""
+    return distributed(world_size=1, device="cuda")(body)
 
 
 def set_behind(value: bool) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_c
-from fakecuda.device import needs_fake
+from fakecuda.device import needs_fake, num_collectives
 from fsdp_c import _native
 from helpers.distributed import distributed
 from helpers.impl import fsdp
@@ -21,13 +21,6 @@ from helpers.transports import over
 pytestmark = needs_fake
 
 NUM_UNITS = 3
-
-
-def num_launches() -> int:
-    """Return how many calls of NCCL this process has made."""
-    library = ctypes.CDLL(os.environ["FSDP_C_NCCL_LIBRARY"])
-    library.fake_nccl_num_launches.restype = ctypes.c_longlong
-    return library.fake_nccl_num_launches()
 
 
 @distributed(world_size=(2, 3), device="cuda")
@@ -40,14 +33,14 @@ def test_collectives_go_through_nccl() -> None:
         "nccl",
         "",
     )
-    before = num_launches()
+    before = num_collectives()
     sharded(x).sum().backward()
     # At least a gather and a reduction of each unit.
-    assert num_launches() - before >= 2 * NUM_UNITS
+    assert num_collectives() - before >= 2 * NUM_UNITS
     for norm_type in (2.0, float("inf")):
-        before = num_launches()
+        before = num_collectives()
         sharded.clip_grad_norm_(1.0, norm_type)
-        assert num_launches() - before == 1
+        assert num_collectives() - before == 1
 
 
 @distributed(world_size=2, device="cuda")
@@ -115,10 +108,10 @@ def test_c10d_makes_one_launch_of_a_units_parameters() -> None:
             model(x).sum().backward()
         assert _native.transport(group, torch.device("cuda"))[0] == transport
         model.zero_grad()
-        before = num_launches()
+        before = num_collectives()
         model(x).sum().backward()
         # Of each unit two gathers, of forward and backward, and a reduction.
-        assert num_launches() - before == 3 * NUM_UNITS, transport
+        assert num_collectives() - before == 3 * NUM_UNITS, transport
         gradients.append([param.grad.full_tensor() for param in model.parameters()])
         del model
         dist.destroy_process_group(group)

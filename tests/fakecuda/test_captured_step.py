@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import fsdp_c
-from fakecuda.device import needs_cuda, needs_fake, set_memory, set_schedule
+from fakecuda.device import needs_cuda, needs_fake, schedules, set_memory
 from helpers.distributed import distributed
 from helpers.groups import kept_mesh
 from helpers.impl import fsdp
@@ -72,8 +72,7 @@ def local_values(model: nn.Module) -> list[torch.Tensor]:
 @distributed(world_size=2, device="cuda")
 def test_captured_steps_equal_plain_ones(api: str) -> None:
     original = network()
-    for seed in range(4):
-        set_schedule(seed, 1.0)
+    for seed in schedules(4):
         plain, captured = (shard(api, copy.deepcopy(original)) for _ in range(2))
         plain_step = step_of(plain, adamw(plain))
         optimizer = adamw(captured)

@@ -13,16 +13,17 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from fakecuda.build import HERE, cuda_include
-from fakecuda.device import forget_failure, needs_fake, set_memory, set_schedule
+from fakecuda.device import (
+    forget_failure,
+    needs_fake,
+    on_device,
+    schedules,
+    set_memory,
+)
 from helpers.distributed import distributed
 
 NUM_SEEDS = 20
 pytestmark = needs_fake
-
-
-def on_device(body):
-    """Run the body in a process whose default device is CUDA."""
-    return distributed(world_size=1, device="cuda")(body)
 
 
 class Block(nn.Module):
@@ -169,8 +170,7 @@ def test_training_matches_the_cpu(name: str) -> None:
     reference = Model().to("cpu").double()
     expected_params = copy.deepcopy(reference)
     expected = train(expected_params, "cpu", name)
-    for seed in range(3):
-        set_schedule(seed, 1.0)
+    for _ in schedules(3):
         model = copy.deepcopy(reference)
         torch.testing.assert_close(train(model, "cuda", name), expected)
         for mine, theirs in zip(
@@ -208,8 +208,7 @@ def ready(stream: torch.cuda.Stream) -> torch.Tensor:
 
 @on_device
 def test_events_order_streams() -> None:
-    for seed in range(NUM_SEEDS):
-        set_schedule(seed, 1.0)
+    for _ in schedules(NUM_SEEDS):
         writer, reader = torch.cuda.Stream(), torch.cuda.Stream()
         x = ready(writer)
         event = writer.record_event()
@@ -224,8 +223,7 @@ def test_events_order_streams() -> None:
 @on_device
 def test_without_an_event_results_are_late() -> None:
     late = 0
-    for seed in range(NUM_SEEDS):
-        set_schedule(seed, 1.0)
+    for _ in schedules(NUM_SEEDS):
         writer, reader = torch.cuda.Stream(), torch.cuda.Stream()
         x = ready(writer)
         with torch.cuda.stream(reader):
@@ -238,8 +236,7 @@ def test_without_an_event_results_are_late() -> None:
 def reuse(*, is_recorded: bool) -> int:
     """Free memory that another stream reads; count the wrong results."""
     wrong = 0
-    for seed in range(NUM_SEEDS):
-        set_schedule(seed, 1.0)
+    for _ in schedules(NUM_SEEDS):
         reader = torch.cuda.Stream()
         x = torch.ones(1024)
         reader.wait_stream(torch.cuda.current_stream())
@@ -277,8 +274,7 @@ def test_fresh_memory_is_poisoned() -> None:
 
 @on_device
 def test_copies_follow_the_stream() -> None:
-    for seed in range(NUM_SEEDS):
-        set_schedule(seed, 1.0)
+    for _ in schedules(NUM_SEEDS):
         pinned = torch.ones(256, device="cpu").pin_memory()
         x = pinned.to("cuda", non_blocking=True)
         x += 1
@@ -296,8 +292,7 @@ def test_copies_follow_the_stream() -> None:
 def test_pinned_copies_are_late() -> None:
     """The host reads too early what is copied to pinned memory."""
     late = 0
-    for seed in range(NUM_SEEDS):
-        set_schedule(seed, 1.0)
+    for _ in schedules(NUM_SEEDS):
         back = torch.zeros(256, device="cpu", pin_memory=True)
         x = ready(torch.cuda.current_stream())
         back[:64].copy_(x, non_blocking=True)
@@ -379,8 +374,7 @@ def test_what_cannot_be_is_named() -> None:
 
 @distributed(world_size=3, device="cuda")
 def test_collectives_follow_the_stream(rank: int) -> None:
-    for seed in range(5):
-        set_schedule(seed, 1.0)
+    for _ in schedules(5):
         x = torch.zeros(16)
         for _ in range(rank + 1):
             x = x + 1

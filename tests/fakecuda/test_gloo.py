@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fakecuda.device import needs_cuda, set_schedule
+from fakecuda.device import needs_cuda, schedules
 from helpers.distributed import distributed
 from helpers.impl import FSDP, CPUOffload, ShardingStrategy, fsdp
 
@@ -71,8 +71,7 @@ def test_trains_as_the_unsharded_model(
         "cpu_offload": CPUOffload(offload_params=offloads),
         "use_orig_params": True,
     }
-    for seed in range(NUM_SEEDS):
-        set_schedule(seed, 1.0)
+    for seed in schedules(NUM_SEEDS):
         train_and_compare(seed, rank, world_size, options)
     assert _native.transport(group, device)[0] == "c10d"
     torch.cuda.synchronize()

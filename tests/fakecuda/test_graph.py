@@ -7,17 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from fakecuda.device import needs_fake, set_schedule
-from helpers.distributed import distributed
+from fakecuda.device import needs_fake, on_device, schedules
 
 pytestmark = needs_fake
 
 NUM_SEEDS = 10
-
-
-def on_device(body):
-    """Run the body in a process that has the device."""
-    return distributed(world_size=1, device="cuda")(body)
 
 
 @contextlib.contextmanager
@@ -36,8 +30,7 @@ def capture() -> Iterator[Any]:
 
 @on_device
 def test_replays_follow_the_values() -> None:
-    for seed in range(NUM_SEEDS):
-        set_schedule(seed, 1.0)
+    for _ in schedules(NUM_SEEDS):
         x = torch.zeros(4, 4)
         total = torch.zeros(4, 4)
         with capture() as graph:

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_c
-from fakecuda.device import needs_cuda, set_schedule
+from fakecuda.device import needs_cuda, schedules, set_schedule
 from fsdp_c.tools.plan import ModelSource, Settings, plan_model
 from fsdp_c.tools.plan._trace import Inputs
 from helpers.distributed import distributed
@@ -126,8 +126,7 @@ def _compare(
         run(plain)
         expected.append(_grads(plain))
     assert fsdp_c.memory_stats(plain)["num_downloads"] == 0
-    for seed in range(seeds):
-        set_schedule(seed, 1.0)
+    for _ in schedules(seeds):
         model = make()
         fsdp_c.offload_activations(model, **{"min_bytes": MIN_BYTES, **settings})
         for grads in expected:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import fsdp_c
-from fakecuda.device import needs_cuda, set_schedule
+from fakecuda.device import needs_cuda, schedules
 from helpers.distributed import distributed
 from helpers.impl import FSDP, fsdp
 
@@ -84,6 +84,19 @@ def wrap(model: nn.Sequential, wrapper: str, strategy: str = "FULL_SHARD") -> nn
     )
 
 
+def pairs(
+    make: Callable[[], nn.Sequential] = linears,
+    wrapper: str = "original",
+    strategy: str = "FULL_SHARD",
+) -> Iterator[tuple[str, nn.Module, nn.Module]]:
+    """Yield an unsharded model and a sharded one for each of the device's schedules."""
+    for seed in schedules(NUM_SEEDS):
+        reference = make()
+        model = wrap(copy.deepcopy(reference), wrapper, strategy)
+        yield f"seed {seed}", reference, model
+        del model
+
+
 def grads(model: nn.Module) -> list[torch.Tensor]:
     """Return the gradients, whole."""
     if isinstance(model, fsdp_c.FSDPModule):
@@ -135,10 +148,7 @@ def use_freed_memory() -> None:
 
 @distributed(world_size=WORLD_SIZE, device="cuda")
 def test_gradients_on_the_stream_of_an_older_graph(rank: int) -> None:
-    for seed in range(NUM_SEEDS):
-        set_schedule(seed, 1.0)
-        reference = linears()
-        model = wrap(copy.deepcopy(reference), "original")
+    for name, reference, model in pairs():
         stream, current = torch.cuda.Stream(), torch.accelerator.current_stream()
         graph = model(batch(rank)[0])
         for step in range(NUM_STEPS):
@@ -147,17 +157,14 @@ def test_gradients_on_the_stream_of_an_older_graph(rank: int) -> None:
             with stream:
                 model(mine).square().mean().backward()
             current.wait_stream(stream)
-            check_grads(model, reference, [whole], f"seed {seed}, step {step}")
+            check_grads(model, reference, [whole], f"{name}, step {step}")
         del graph
 
 
 @pytest.mark.parametrize("is_one", [False, True], ids=["backwards", "one_backward"])
 @distributed(world_size=WORLD_SIZE, device="cuda")
 def test_forwards_on_two_streams(rank: int, is_one: bool) -> None:
-    for seed in range(NUM_SEEDS):
-        set_schedule(seed, 1.0)
-        reference = linears()
-        model = wrap(copy.deepcopy(reference), "original")
+    for name, reference, model in pairs():
         streams = [torch.cuda.Stream() for _ in range(2)]
         current = torch.accelerator.current_stream()
         for step in range(NUM_STEPS):
@@ -172,16 +179,13 @@ def test_forwards_on_two_streams(rank: int, is_one: bool) -> None:
             for loss in [torch.stack(losses).sum()] if is_one else losses:
                 loss.backward()
             wholes = [whole for _, whole in batches]
-            check_grads(model, reference, wholes, f"seed {seed}, step {step}")
+            check_grads(model, reference, wholes, f"{name}, step {step}")
 
 
 @distributed(world_size=WORLD_SIZE, device="cuda")
 def test_a_forward_beside_one_of_another_stream(rank: int) -> None:
     """The second forward gathers anew what the first, which is late, had kept."""
-    for seed in range(NUM_SEEDS):
-        set_schedule(seed, 1.0)
-        reference = linears()
-        model = wrap(copy.deepcopy(reference), "original", "SHARD_GRAD_OP")
+    for name, reference, model in pairs(strategy="SHARD_GRAD_OP"):
         streams = [torch.cuda.Stream() for _ in range(2)]
         current = torch.accelerator.current_stream()
         for step in range(NUM_STEPS):
@@ -199,16 +203,13 @@ def test_a_forward_beside_one_of_another_stream(rank: int) -> None:
                 current.wait_stream(stream)
                 loss.backward()
             wholes = [whole for _, whole in batches]
-            check_grads(model, reference, wholes, f"seed {seed}, step {step}")
+            check_grads(model, reference, wholes, f"{name}, step {step}")
 
 
 @distributed(world_size=WORLD_SIZE, device="cuda")
 def test_blocks_of_a_stream_that_is_left(rank: int) -> None:
     """A step in no_sync() keeps them for one on another stream, which is late."""
-    for seed in range(NUM_SEEDS):
-        set_schedule(seed, 1.0)
-        reference = linears()
-        model = wrap(copy.deepcopy(reference), "original", "SHARD_GRAD_OP")
+    for name, reference, model in pairs(strategy="SHARD_GRAD_OP"):
         streams = [torch.cuda.Stream() for _ in range(2)]
         current = torch.accelerator.current_stream()
         for step in range(NUM_STEPS):
@@ -225,15 +226,12 @@ def test_blocks_of_a_stream_that_is_left(rank: int) -> None:
                 use_freed_memory()
             for stream in streams:
                 current.wait_stream(stream)
-            check_grads(model, reference, [whole] * 2, f"seed {seed}, step {step}")
+            check_grads(model, reference, [whole] * 2, f"{name}, step {step}")
 
 
 @distributed(world_size=WORLD_SIZE, device="cuda")
 def test_outputs_of_a_unit_on_two_streams(rank: int) -> None:
-    for seed in range(NUM_SEEDS):
-        set_schedule(seed, 1.0)
-        reference = chain(Joined)
-        model = wrap(copy.deepcopy(reference), "original")
+    for name, reference, model in pairs(lambda: chain(Joined)):
         stream = torch.cuda.Stream()
         for module in model.modules():
             if isinstance(module, Branches):
@@ -241,16 +239,13 @@ def test_outputs_of_a_unit_on_two_streams(rank: int) -> None:
         for step in range(NUM_STEPS):
             mine, whole = batch(rank)
             model(mine).square().mean().backward()
-            check_grads(model, reference, [whole], f"seed {seed}, step {step}")
+            check_grads(model, reference, [whole], f"{name}, step {step}")
 
 
 @distributed(world_size=WORLD_SIZE, device="cuda")
 def test_steps_on_changing_streams(rank: int) -> None:
     """Backward is called on the default stream, where the gradients are read."""
-    for seed in range(NUM_SEEDS):
-        set_schedule(seed, 1.0)
-        reference = linears()
-        model = wrap(copy.deepcopy(reference), "original")
+    for name, reference, model in pairs():
         stream, current = torch.cuda.Stream(), torch.accelerator.current_stream()
         for step in range(2 * NUM_STEPS):
             mine, whole = batch(rank)
@@ -259,7 +254,7 @@ def test_steps_on_changing_streams(rank: int) -> None:
                 loss = model(mine).square().mean()
             current.wait_stream(stream)
             loss.backward()
-            check_grads(model, reference, [whole], f"seed {seed}, step {step}")
+            check_grads(model, reference, [whole], f"{name}, step {step}")
 
 
 # Memory of another stream -----------------------------------------------------
@@ -284,8 +279,7 @@ def another_stream() -> Iterator[None]:
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @distributed(world_size=WORLD_SIZE, device="cuda")
 def test_wrapping_on_another_stream_than_the_parameters(wrapper: str) -> None:
-    for seed in range(NUM_SEEDS):
-        set_schedule(seed, 1.0)
+    for seed in schedules(NUM_SEEDS):
         reference = linears()
         model: nn.Module = copy.deepcopy(reference)
         x = torch.randn(ROWS, DIM)
@@ -297,14 +291,11 @@ def test_wrapping_on_another_stream_than_the_parameters(wrapper: str) -> None:
 
 @distributed(world_size=WORLD_SIZE, device="cuda")
 def test_first_step_on_another_stream_than_fully_shard() -> None:
-    for seed in range(NUM_SEEDS):
-        set_schedule(seed, 1.0)
-        reference = linears()
-        model = wrap(copy.deepcopy(reference), "fully_shard")
+    for name, reference, model in pairs(wrapper="fully_shard"):
         x = torch.randn(ROWS, DIM)
         with another_stream():
             found = model(x)
-        torch.testing.assert_close(found, reference(x), msg=f"seed {seed}")
+        torch.testing.assert_close(found, reference(x), msg=name)
 
 
 def replace_params(model: nn.Module, factor: float) -> None:
@@ -319,30 +310,24 @@ def replace_params(model: nn.Module, factor: float) -> None:
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @distributed(world_size=WORLD_SIZE, device="cuda")
 def test_step_on_another_stream_than_new_parameters(wrapper: str) -> None:
-    for seed in range(NUM_SEEDS):
-        set_schedule(seed, 1.0)
-        reference = linears()
-        model = wrap(copy.deepcopy(reference), wrapper)
+    for name, reference, model in pairs(wrapper=wrapper):
         x = torch.randn(ROWS, DIM)
         model(x)
         for each in (model, reference):
             replace_params(each, 0.5)
         with another_stream():
             found = model(x)
-        torch.testing.assert_close(found, reference(x), msg=f"seed {seed}")
+        torch.testing.assert_close(found, reference(x), msg=name)
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @distributed(world_size=WORLD_SIZE, device="cuda")
 def test_backward_on_another_stream_than_new_gradients(wrapper: str) -> None:
-    for seed in range(NUM_SEEDS):
-        set_schedule(seed, 1.0)
-        reference = linears()
-        model = wrap(copy.deepcopy(reference), wrapper)
+    for name, reference, model in pairs(wrapper=wrapper):
         x = torch.randn(ROWS, DIM)
         for each in (model, reference):
             for param in each.parameters():
                 param.grad = torch.ones_like(param)
         with another_stream():
             model(x).square().mean().backward()
-        check_grads(model, reference, [x], f"seed {seed}")
+        check_grads(model, reference, [x], name)

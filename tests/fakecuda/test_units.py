@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import fsdp_c
-from fakecuda.device import count, needs_cuda, needs_fake, set_schedule
+from fakecuda.device import count, needs_cuda, needs_fake, schedules
 from helpers.distributed import distributed
 from helpers.groups import kept_mesh
 from helpers.impl import FSDP, fsdp
@@ -38,8 +38,7 @@ TOLERANCE = 1e-5
 @distributed(world_size=2, device="cuda")
 def test_more_engines_than_torch_has_streams(rank: int) -> None:
     """Each root has an engine; their lanes are more than the 32 streams of torch."""
-    for seed in range(4):
-        set_schedule(seed, 1.0)
+    for _ in schedules(4):
         layers = [nn.Linear(DIM, DIM) for _ in range(NUM_ROOTS)]
         reference = nn.Sequential(*copy.deepcopy(layers))
         model = nn.Sequential(*(fsdp(layer, use_orig_params=True) for layer in layers))

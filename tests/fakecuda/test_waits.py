@@ -10,7 +10,7 @@ import itertools
 import torch
 from torch import nn
 
-from fakecuda.device import needs_cuda, set_schedule
+from fakecuda.device import needs_cuda, schedules, set_schedule
 from helpers.distributed import distributed
 from helpers.groups import hybrid_groups
 from helpers.impl import FSDP, CPUOffload, fsdp
@@ -33,8 +33,7 @@ def keep_busy() -> torch.Tensor:
 def test_written_by_the_first_rank(rank: int) -> None:
     # summon.c, write_back_resident: the broadcast comes after what the user
     # wrote, and what the user reads after the broadcast.
-    for seed in range(NUM_SEEDS):
-        set_schedule(seed, 1.0)
+    for seed in schedules(NUM_SEEDS):
         model = fsdp(
             nn.Linear(DIM, DIM, bias=False), strategy="NO_SHARD", use_orig_params=True
         )
@@ -59,8 +58,7 @@ def test_staged_gradients_follow_the_block() -> None:
     # reduce_unit.c, accumulate_segments: the sharded gradient comes from the host
     # to memory that COMPUTE used a moment ago, for a unit that reduces nothing.
     sizes = (DIM, DIM, 2 * DIM, 4 * DIM)
-    for seed in range(NUM_SEEDS):
-        set_schedule(seed, 1.0)
+    for seed in schedules(NUM_SEEDS):
         torch.manual_seed(1)
         layers = [nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
         reference = nn.Sequential(*layers).double()
@@ -91,8 +89,7 @@ def test_staged_gradients_follow_the_block() -> None:
 def test_replaced_parameter() -> None:
     # unit_views.cpp, replace_param: the unit's gather comes after the copy of the
     # new values into the shard.
-    for seed in range(NUM_SEEDS):
-        set_schedule(seed, 1.0)
+    for seed in schedules(NUM_SEEDS):
         inner = fsdp(nn.Linear(DIM, DIM, bias=False), use_orig_params=True)
         first = nn.Linear(DIM, DIM, bias=False)
         nn.init.eye_(first.weight)
@@ -158,8 +155,7 @@ def test_replicas_are_reduced_after_shards(rank: int, world_size: int) -> None:
         reference(batch).square().mean().backward()
         optimizer.step()
     with hybrid_groups(2, 2) as groups:
-        for seed in range(NUM_SEEDS):
-            set_schedule(seed, 1.0)
+        for seed in schedules(NUM_SEEDS):
             model = fsdp(
                 copy.deepcopy(initial),
                 units=[nn.Linear],
