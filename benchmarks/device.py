@@ -313,7 +313,6 @@ def page(data: Json) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     add("--steps", type=positive_int, default=10, help="timed steps per process")

@@ -39,7 +39,6 @@ class Size:
     experts: int = 0
 
     def describe(self) -> str:
-        """Return it in words."""
         numel = sum(param.numel() for param in make_model(self).parameters())
         experts = f", {self.experts} experts a layer" if self.experts else ""
         return (
@@ -146,7 +145,6 @@ class Model(nn.Module):
     """Tokens in, loss out; embedding, last norm and head are the root's unit."""
 
     def __init__(self, size: Size, *, recomputes: bool) -> None:
-        """Make all layers."""
         super().__init__()
         self.embedding = nn.Embedding(size.vocabulary, size.width)
         self.blocks = nn.ModuleList(

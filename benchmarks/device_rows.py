@@ -46,7 +46,6 @@ class Row:
         return self.size.layers + 1
 
     def describe(self) -> str:
-        """Return it in words."""
         return f"{self.title}, {self.num_ranks} ranks, {self.num_tokens:,} tokens"
 
 

@@ -157,7 +157,6 @@ class Trainer:
             param.grad = None
 
     def step(self) -> None:
-        """Train once."""
         self._forward_and_backward()
         self._optimizer_step()
 

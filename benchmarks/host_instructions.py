@@ -134,7 +134,6 @@ def measure(args: argparse.Namespace) -> Json:
 
 
 def render(data: Json, *, markdown: bool) -> str:
-    """Return the results as a table."""
     added = {row["implementation"]: row["added_per_unit"] for row in data["results"]}
     rows = [
         [
@@ -162,7 +161,6 @@ def show(data: Json, args: argparse.Namespace) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
     parser = host_overhead.parser(__doc__, steps=2, warmup=4, rounds=1)
     parser.add_argument("--counted", help=argparse.SUPPRESS)
     return parser

@@ -142,7 +142,6 @@ def measure(args: argparse.Namespace) -> Json:
 
 
 def render(data: Json, *, markdown: bool) -> str:
-    """Return the results as a table."""
     added = {row["implementation"]: row["added_us_per_unit"] for row in data["results"]}
     rows = [
         [
@@ -174,7 +173,6 @@ def show(data: Json, args: argparse.Namespace) -> str:
 def parser(
     doc: str | None = __doc__, steps: int = 60, warmup: int = 10, rounds: int = 3
 ) -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
     parser = make_parser(doc, steps=steps, warmup=warmup, rounds=rounds)
     parser.add_argument(
         "--only",

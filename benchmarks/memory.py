@@ -324,7 +324,6 @@ def show(data: Json, args: argparse.Namespace) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
     parser = make_parser(__doc__)
     add = parser.add_argument
     for name, default in DEFAULTS.items():

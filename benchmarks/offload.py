@@ -110,7 +110,6 @@ def measure(args: argparse.Namespace) -> Json:
 
 
 def render(data: Json, *, markdown: bool) -> str:
-    """Return the table."""
     rows = data["results"]
     most = rows[next(iter(WAYS))]["device"]
     cells = [
@@ -134,7 +133,6 @@ def show(data: Json, args: argparse.Namespace) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
     return make_parser(__doc__)
 
 

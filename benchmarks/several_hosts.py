@@ -338,7 +338,6 @@ def show(data: Json, args: argparse.Namespace) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
     parser = make_parser(__doc__, steps=5, warmup=2, rounds=2)
     parser.add_argument("--model", choices=list(MODELS), default="small")
     parser.add_argument(

@@ -402,7 +402,6 @@ def show(data: Json, args: argparse.Namespace) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
     parser = make_parser(__doc__, steps=20, warmup=5, rounds=3)
     parser.add_argument("--only", nargs="+", choices=IMPLEMENTATIONS)
     parser.add_argument(

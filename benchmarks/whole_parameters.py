@@ -194,7 +194,6 @@ def show(data: Json, args: argparse.Namespace) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
     parser = make_parser(__doc__, steps=3, warmup=1, rounds=2)
     add = parser.add_argument
     add("--only", nargs="+", choices=list(NAMES))

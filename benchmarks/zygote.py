@@ -88,7 +88,6 @@ class Zygote:
             return result
 
     def close(self) -> None:
-        """End the process."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()

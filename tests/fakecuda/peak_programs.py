@@ -98,7 +98,6 @@ class Block(nn.Module):
     """A transformer's block without attention."""
 
     def __init__(self, case: Case) -> None:
-        """Make the matrices."""
         super().__init__()
         self.recomputes = case.recomputes
         self.norm = nn.RMSNorm(WIDTH)
@@ -124,7 +123,6 @@ class Net(nn.Module):
     """Tokens in, loss out; embedding and head are the root's."""
 
     def __init__(self, case: Case) -> None:
-        """Make all blocks."""
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(Block(case) for _ in range(DEPTH))

@@ -122,7 +122,6 @@ def _wait(pids: dict[Place, int], folder: Path) -> dict[Place, tuple[int | str, 
 
 
 def main() -> None:
-    """Run the scenarios."""
     import torch
     import torch.distributed
 
