@@ -39,6 +39,15 @@ def step(model: Any, *, backward: bool = True) -> None:
     model.zero_grad()
 
 
+def recorded_steps(model: Any, num_steps: int = 1, **options: Any) -> trace.Timeline:
+    """Record steps, behind one that is not recorded."""
+    step(model)
+    with trace.record(model, **{"steps": num_steps, **options}) as timeline:
+        for _ in range(num_steps):
+            step(model)
+    return timeline
+
+
 def kinds_of(timeline: trace.Timeline, *kinds: str) -> list[tuple[str, str]]:
     recorded = timeline.recorded
     return [
@@ -96,10 +105,7 @@ def test_a_step(world_size: int) -> None:
 @distributed(world_size=2)
 def test_spans_are_in_order_and_nested() -> None:
     model = make(forward_prefetch=True)
-    step(model)
-    with trace.record(model, steps=2) as timeline:
-        step(model)
-        step(model)
+    timeline = recorded_steps(model, 2)
     recorded = timeline.recorded
     ends = [span.end for span in recorded.spans]
     assert ends == sorted(ends)
@@ -137,9 +143,7 @@ def test_spans_are_in_order_and_nested() -> None:
 @distributed(world_size=2)
 def test_the_arena_that_is_seen_is_the_arena() -> None:
     model = make()
-    step(model)
-    with trace.record(model, steps=1) as timeline:
-        step(model)
+    timeline = recorded_steps(model)
     held = [s.nbytes for s in timeline.recorded.spans if s.sequence < 0]
     stats = fsdp_c.memory_stats(model)
     known = [nbytes for nbytes in held if nbytes >= 0]
@@ -168,10 +172,7 @@ def test_no_more_than_the_steps() -> None:
 @distributed(world_size=2)
 def test_a_small_ring_keeps_the_newest() -> None:
     model = make()
-    step(model)
-    with trace.record(model, steps=5, capacity=120) as timeline:
-        for _ in range(3):
-            step(model)
+    timeline = recorded_steps(model, 3, steps=5, capacity=120)
     recorded = timeline.recorded
     assert len(recorded.spans) == 120
     assert recorded.num_lost > 0
@@ -183,9 +184,7 @@ def test_a_small_ring_keeps_the_newest() -> None:
 @distributed(world_size=2)
 def test_strategies(strategy: str) -> None:
     model = make(sharding_strategy=ShardingStrategy[strategy])
-    step(model)
-    with trace.record(model, steps=1) as timeline:
-        step(model)
+    timeline = recorded_steps(model)
     lanes = lanes_of(timeline.recorded)
     operations = [each.operation for each in lanes.collectives]
     if strategy == "SHARD_GRAD_OP":
@@ -203,9 +202,7 @@ def test_replicas(rank: int) -> None:
         model = make(
             sharding_strategy=ShardingStrategy.HYBRID_SHARD, process_group=groups
         )
-        step(model)
-        with trace.record(model, steps=1) as timeline:
-            step(model)
+        timeline = recorded_steps(model)
         lanes = lanes_of(timeline.recorded)
         operations = [each.operation for each in lanes.collectives]
         assert operations.count("reduce_scatter") == NUM_BLOCKS + 1
@@ -316,9 +313,7 @@ def test_recomputation() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(Checkpointed(), Checkpointed())
     model = fsdp(net, units={Block}, use_orig_params=True)
-    step(model)
-    with trace.record(model, steps=1) as timeline:
-        step(model)
+    timeline = recorded_steps(model)
     lanes = lanes_of(timeline.recorded)
     recomputed = {s.unit for s in lanes.compute if s.what == "recompute"}
     assert recomputed == {1, 2}
@@ -355,10 +350,7 @@ def test_results_do_not_change(rank: int) -> None:
 @distributed(world_size=(2, 3))
 def test_files_of_all_ranks(rank: int, world_size: int, tmp_path: Path) -> None:
     model = make()
-    step(model)
-    with trace.record(model, steps=2, folder=tmp_path / "t") as timeline:
-        step(model)
-        step(model)
+    timeline = recorded_steps(model, 2, folder=tmp_path / "t")
     dist.barrier()
     found = trace.load(tmp_path / "t")
     assert [each.rank for each in found.recorded] == list(range(world_size))
