@@ -228,7 +228,10 @@ void model_step(model *self);
  *   check_grads     model_check_grads()
  *   check_sharded   all units are SHARDED
  *   check_idle      nobody holds a block of the arena
+ *   check_races     lanes waited for each other where they had to
  *   clear           clears the tape
+ *   show_memory     the tape names memory from now on
+ *   grads_live 1, params_changed 0   what the recorder answers from now on
  *   state a SHARDED, view a full, grad_view a partial
  *                   what unit a must be and show
  *   has_grads a, no_grads a

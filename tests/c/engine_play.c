@@ -147,8 +147,16 @@ static fsdp_status call(const char *word, const char *name,
     model_check_states(&m, FSDP_UNIT_SHARDED);
   } else if (is(word, "check_idle")) {
     CHECK_I64(model_stats(&m).arena.held_nbytes, 0);
+  } else if (is(word, "check_races")) {
+    CHECK_TEXT(recorder_race(m.device), "");
   } else if (is(word, "clear")) {
     recorder_clear(m.device);
+  } else if (is(word, "show_memory")) {
+    recorder_show_memory(m.device, true);
+  } else if (is(word, "grads_live")) {
+    recorder_set_grads_live(m.device, is(name, "1"));
+  } else if (is(word, "params_changed")) {
+    recorder_set_params_changed(m.device, is(name, "1"));
   } else if (strncmp(word, "num_", 4) != 0 || !check_count(word, name)) {
     const int64_t i = unit_of(name);
     if (!check_fact(word, &m.units[i], expected)) {

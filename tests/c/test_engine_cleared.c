@@ -95,10 +95,7 @@ TEST(test_of_a_unit_that_does_not_run) {
  * runs. Without a write-back the sharded ones come back. */
 TEST(test_of_a_summoned_unit) {
   model_start_tree(&m, NULL, 2);
-  PLAY("step");
-  recorder_set_grads_live(m.device, true);
-  PLAY("summon a with_grads");
-  recorder_set_grads_live(m.device, false);
+  PLAY("step; grads_live 1; summon a with_grads; grads_live 0");
   m.units[0].has_grads = false;
   m.units[2].has_grads = false;
   PLAY("enter root; leave_eval root");
@@ -225,8 +222,7 @@ TEST(test_summon_that_fails_to_make_one) {
     model_start_tree(&m, NULL, 0);
     fsdp_unit *unit = m.units[0].unit;
     recorder_set_answer_byte(m.device, true);
-    PLAY("summon root with_grads");
-    recorder_set_grads_live(m.device, true); /* the user sets some */
+    PLAY("summon root with_grads; grads_live 1"); /* the user sets some */
     memset(m.units[0].grads[0], 0, 8 * sizeof(float));
     recorder_fail_at(m.device, i);
     const fsdp_status status = fsdp_unit_dismiss(unit, true, &error);

@@ -31,7 +31,7 @@ TEST(test_forward_without_graph_keeps_for_the_next_one) {
   PLAY("infer; state root KEPT; state a KEPT; view a sharded; clear; infer");
   CHECK_SCHEDULE("show root unsharded; show a unsharded; hide root; hide a");
   PLAY("num_all_gathers 2; optimizer; infer; num_all_gathers 4");
-  recorder_set_params_changed(m.device, false); /* since it kept them */
+  PLAY("params_changed 0"); /* since it kept them */
   PLAY("infer; num_all_gathers 4; expect_writes; check_sharded; check_idle");
   PLAY("infer; num_all_gathers 6");
   /* A training step gathers for itself, and leaves nothing. */
@@ -123,11 +123,9 @@ TEST(test_shown_until_backward) {
   CHECK(!fsdp_engine_shows_kept(engine));
   CHECK(!fsdp_unit_is_left_shown(m.units[1].unit));
   PLAY("check_grads; forward"); /* its loss is dropped */
-  recorder_set_params_changed(m.device, true);
-  PLAY("clear; forward");
+  PLAY("params_changed 1; clear; forward");
   CHECK_TAPE_HAS("take_writes a; show a sharded;");
-  recorder_set_params_changed(m.device, false);
-  PLAY("clear");
+  PLAY("params_changed 0; clear");
   CHECK_OK(fsdp_engine_show_kept(engine, false, NULL));
   CHECK_TAPE_HAS("take_writes a; hide a; mark_params a");
   PLAY("state a HIDDEN; clear");
@@ -169,8 +167,8 @@ TEST(test_backward_inside_a_forward) {
       PLAY("pre_backward a; grads a; finish");
       PLAY("state root UNSHARDED; view root unsharded");
       PLAY("state b UNSHARDED; view b unsharded; state a SHARDED");
-      PLAY("leave b; leave root; has_grads a");
-      recorder_set_grads_live(m.device, false); /* root and b have none */
+      /* root and b have none */
+      PLAY("leave b; leave root; has_grads a; grads_live 0");
       PLAY("pre_backward root; pre_backward b; grads b; grads root; finish");
       PLAY("check_grads; check_sharded; optimizer");
     }

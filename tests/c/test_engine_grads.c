@@ -21,8 +21,7 @@ TEST(test_users_own_gradient_is_added_to) {
     grad[i] = 10;
     m.units[0].expected[0][i] = 10;
   }
-  recorder_set_grads_live(m.device, true);
-  PLAY("step; check_grads");
+  PLAY("grads_live 1; step; check_grads");
 }
 
 /* Two micro-batches without sync, a third with it. */
@@ -133,7 +132,7 @@ TEST(test_kept_gradients_are_reduced_at_the_end) {
 /* What got no gradient is zero: while kept, and when reduced. */
 TEST(test_unused_parameters_are_zero) {
   model_open(NULL, "u (5,7,3)");
-  recorder_show_memory(m.device, true);
+  PLAY("show_memory");
   for (int i = 0; i < 2; i++) {
     PLAY(i == 1 ? "sync reduce" : "sync none");
     PLAY("zero_grad; forward; pre_backward u; expect u 3; grad u 1");
@@ -148,8 +147,7 @@ TEST(test_unused_parameters_are_zero) {
 /* A second gradient of a parameter, and one that nobody announced. */
 TEST(test_gradients_of_one_parameter_add_up) {
   model_open(NULL, "u (8,8)");
-  recorder_show_memory(m.device, true);
-  PLAY("forward; pre_backward u; expect u 3; clear");
+  PLAY("show_memory; forward; pre_backward u; expect u 3; clear");
   PLAY("grad u 0; grad u 0; grad u 1");
   CHECK_TAPE_HAS("pack compute x1 8 f32->f32 b2 <- ?;");
   CHECK_TAPE_HAS(
@@ -284,8 +282,7 @@ TEST(test_memory_does_not_grow_with_depth) {
  * and a second backward does. */
 TEST(test_reduces_to_the_mean) {
   model_open(WITH(.rank = 1, .has_mean = true), "u 8");
-  recorder_show_memory(m.device, true);
-  PLAY("step");
+  PLAY("show_memory; step");
   CHECK_TAPE_HAS("reduce_scatter_mean reduce g0 8 f32 ? <- b2");
   CHECK_TAPE_LACKS("accumulate");
   PLAY(
@@ -299,8 +296,7 @@ TEST(test_reduces_to_the_mean) {
 /* In the slot, from which the host's copy comes. */
 TEST(test_offloads_the_mean) {
   model_open(WITH(.rank = 1, .has_mean = true, .offloads = true), "u 8");
-  recorder_show_memory(m.device, true);
-  PLAY("step");
+  PLAY("show_memory; step");
   CHECK_TAPE_HAS("reduce_scatter_mean reduce g0 8 f32 b2+32 <- b2");
   CHECK_TAPE_HAS("copy_to_host download 32 u.grad0 <- b2+32");
   CHECK_TAPE_LACKS("accumulate");

@@ -13,9 +13,7 @@ static void set_hooks(void) {
 TEST(test_step) {
   model_start_tree(&m, WITH(.rank = 1, .num_replicas = 2, .prescale = 0.5), 0);
   set_hooks();
-  PLAY("forward");
-  recorder_show_memory(m.device, true);
-  PLAY("clear; backward");
+  PLAY("forward; show_memory; clear; backward");
   CHECK_TAPE(
       "take_grads root; wait compute e6; show root unsharded; "
       "show root sharded; free 32 b1; alloc 32 b2; pack compute x1 8 f32->f32 "

@@ -67,8 +67,7 @@ TEST(test_moved_before_backward) {
 /* One rank: the shard is the whole, and replicas get what lies there now. */
 TEST(test_a_moved_shard_of_one_rank) {
   model_open(WITH(.world_size = 1, .num_replicas = 2), "u 4");
-  recorder_show_memory(m.device, true);
-  PLAY("step; zero_grad");
+  PLAY("show_memory; step; zero_grad");
   const void *moved = move_shard(0, 0);
   recorder_name_memory(m.device, moved, 16, "moved");
   PLAY("step; clear; summon u first_only; dismiss u");

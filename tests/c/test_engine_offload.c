@@ -14,7 +14,7 @@ static model_options offload_options(int64_t world_size, int64_t rank) {
 /* One unit of eight elements a rank. */
 static void start(const model_options *options) {
   model_open(options, "u 8");
-  recorder_show_memory(m.device, true);
+  PLAY("show_memory");
 }
 
 /* The shard goes into its slot, which is gathered in place; the gradient comes
@@ -254,9 +254,7 @@ TEST(test_forward_does_not_wait) {
     CHECK_TAPE_HAS("copy_to_device upload");
     PLAY("backward; optimizer");
   }
-  PLAY("forward");
-  CHECK_TEXT(recorder_race(m.device), "");
-  PLAY("optimizer");
+  PLAY("forward; check_races; optimizer");
   CHECK(strstr(recorder_race(m.device), "write by host, not after read of") !=
         NULL);
   recorder_clear_race(m.device);
@@ -264,9 +262,7 @@ TEST(test_forward_does_not_wait) {
    * shard's place. */
   PLAY("forward");
   CHECK_OK(fsdp_engine_join_host(m.engine, NULL));
-  PLAY("optimizer");
-  CHECK_TEXT(recorder_race(m.device), "");
-  PLAY("reset");
+  PLAY("optimizer; check_races; reset");
 }
 
 /* In master dtype no shard has to be cast. */
@@ -301,8 +297,7 @@ TEST(test_stage_is_aligned) {
   options.param_dtype = RECORDER_BF16;
   options.is_unaligned = true;
   model_open(&options, "u 3");
-  recorder_show_memory(m.device, true);
-  PLAY("step; optimizer; step; check_grads");
+  PLAY("show_memory; step; optimizer; step; check_grads");
   CHECK_TAPE_HAS("copy_to_device upload 4 b1+8 <- u.shard0+8;");
 }
 

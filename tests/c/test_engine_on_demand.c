@@ -142,9 +142,8 @@ TEST(test_root_is_shown_before_backward) {
 /* The block of hidden parameters goes with what autograd saved of them. */
 TEST(test_hidden_parameters_are_emptied) {
   model_start_tree(&m, WITH(.keeps_after_forward = true), 1);
-  PLAY("forward");
-  recorder_set_params_changed(m.device, true);
-  PLAY("clear; enter root"); /* the backward is dropped */
+  /* the backward is dropped */
+  PLAY("forward; params_changed 1; clear; enter root");
   CHECK_TAPE_HAS("empty root;");
   CHECK_TAPE_HAS("empty a;");
   PLAY("enter a; leave a; leave root; backward");

@@ -18,7 +18,7 @@ static int64_t count_lines(const char *word) {
 /* Rank 1 of two, four replicas: the first micro-batch, a second, the last. */
 TEST(test_window) {
   model_open(WITH(.rank = 1, .num_replicas = 4), "u 4");
-  recorder_show_memory(m.device, true);
+  PLAY("show_memory");
   recorder_name_memory(m.device, m.units[0].grad_shards[0], 16, "grad");
   PLAY("sync shard; forward; clear; backward");
   CHECK_TAPE(

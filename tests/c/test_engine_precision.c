@@ -75,7 +75,7 @@ TEST(test_every_call_with_low_gradients_can_fail) {
 TEST(test_switch) {
   const model_options options = low_options();
   model_open(&options, "u 8");
-  recorder_show_memory(m.device, true);
+  PLAY("show_memory");
   recorder_name_memory(m.device, m.units[0].shards[0], 32, "shard");
   CHECK(!fsdp_unit_get_settings(m.units[0].unit)->wants_full);
   set_full(0, true);

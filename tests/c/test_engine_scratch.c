@@ -38,7 +38,7 @@ static int64_t scratch_nbytes(void) {
 TEST(test_two_blocks_take_turns) {
   const model_options options = scratch_options(1);
   model_start_tree(&m, &options, 3);
-  recorder_show_memory(m.device, true);
+  PLAY("show_memory");
   CHECK_I64(scratch_nbytes(), 0);
   step();
   CHECK_TEXT(turns(), "b11 b14 b11 b14 ");
@@ -55,7 +55,7 @@ TEST(test_two_blocks_take_turns) {
 TEST(test_one_unit) {
   const model_options options = scratch_options(0);
   model_start_tree(&m, &options, 0);
-  recorder_show_memory(m.device, true);
+  PLAY("show_memory");
   step();
   CHECK_TEXT(turns(), "b3 ");
   CHECK_I64(scratch_nbytes(), 16);
@@ -94,7 +94,7 @@ TEST(test_does_not_grow_with_depth) {
 TEST(test_segments_of_one_unit) {
   const model_options options = scratch_options(1);
   model_open(&options, "u mixed");
-  recorder_show_memory(m.device, true);
+  PLAY("show_memory");
   step();
   CHECK_I64(scratch_nbytes(), 256 + 8 * 2);
   CHECK_TAPE_HAS(
@@ -130,8 +130,7 @@ TEST(test_grows) {
   const fsdp_unit_options joining = model_unit_options(&m, 1, segments);
   CHECK_OK(fsdp_unit_create(&joining, &m.units[1].unit, NULL));
   CHECK_OK(fsdp_engine_add_unit(m.engine, m.units[1].unit, NULL));
-  recorder_show_memory(m.device, true);
-  PLAY("clear");
+  PLAY("show_memory; clear");
   step(); /* a, root */
   CHECK_TAPE_HAS(
       "wait compute e8; free 16 b3; alloc 256 b12; "

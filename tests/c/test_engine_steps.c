@@ -41,9 +41,7 @@ TEST(test_no_shard) {
 /* The all-reduce of the pieces follows the reduce-scatter on its own lane. */
 TEST(test_hybrid) {
   model_start_tree(&m, WITH(.rank = 1, .num_replicas = 4), 0);
-  PLAY("forward");
-  recorder_show_memory(m.device, true);
-  PLAY("clear; backward");
+  PLAY("forward; show_memory; clear; backward");
   CHECK_TAPE(
       "take_grads root; wait compute e6; show root unsharded; "
       "show root sharded; free 32 b1; alloc 32 b2; pack compute x1 8 f32->f32 "
@@ -66,7 +64,7 @@ TEST(test_casts) {
                   .reduce_dtype = RECORDER_F32, .prescale = 0.5,
                   .wants_scratch = true),
              "u 8");
-  recorder_show_memory(m.device, true);
+  PLAY("show_memory");
   recorder_name_memory(m.device, m.units[0].shards[0], 32, "shard");
   recorder_name_memory(m.device, m.units[0].grad_shards[0], 32, "grad");
   PLAY("step");

@@ -12,7 +12,7 @@ enum { NUMEL = 8 };
 /* One unit after a step: it has a sharded gradient. */
 static void start(const model_options *options) {
   model_open(options, "u 8"); /* NUMEL */
-  recorder_show_memory(m.device, true);
+  PLAY("show_memory");
   if (!options->offloads) {
     recorder_name_memory(m.device, m.units[0].shards[0], 4 * NUMEL, "shard");
     recorder_name_memory(m.device, m.units[0].grad_shards[0], 4 * NUMEL,
@@ -266,8 +266,7 @@ TEST(test_gradients_of_another_rank) {
     CHECK(m.units[0].grad_view != FSDP_VIEW_SHARDED); /* not shown again */
     PLAY("summon u with_grads");
     write_whole(m.units[0].grads[0], 0, 16);
-    recorder_set_grads_live(m.device, true);
-    PLAY("dismiss u; grad_view u sharded");
+    PLAY("grads_live 1; dismiss u; grad_view u sharded");
     CHECK(grad_shard()[0] == 16 + NUMEL);
   }
 }
@@ -323,7 +322,7 @@ static bool fail_call(const model_options *options, int bits, int64_t index) {
           strstr(recorder_tape(m.device), "take_full_grads") != NULL;
       recorder_set_grads_live(m.device, !is_taken); /* not once more */
       CHECK_OK(fsdp_unit_dismiss(unit->unit, true, NULL));
-      recorder_set_grads_live(m.device, true);
+      PLAY("grads_live 1");
     }
     const float first = (float)(PARAMS + m.options.rank * NUMEL);
     CHECK(shard()[0] == (writes_params || !is_shown_here(bits) ? first : 0));
