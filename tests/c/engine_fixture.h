@@ -222,7 +222,9 @@ void model_step(model *self);
  *   backward, step  backward of the whole model; forward and backward
  *   summon a, dismiss a, drop a   drop: without a write-back
  *   summon a first_only+on_host+with_grads
+ *   unshard a, wait_unshard a, reshard a      on demand
  *   freeze a 0, unfreeze a 0      segment 0 of unit a
+ *   full a 1        whether unit a is unsharded in master dtype
  *   destroy a, reset, zero_grad, optimizer
  *   sync none, sync shard, sync reduce
  *   check_grads     model_check_grads()
@@ -231,7 +233,8 @@ void model_step(model *self);
  *   check_races     lanes waited for each other where they had to
  *   clear           clears the tape
  *   show_memory     the tape names memory from now on
- *   grads_live 1, params_changed 0   what the recorder answers from now on
+ *   grads_live 1, params_changed 0, params_copied 1
+ *                   what the recorder answers from now on
  *   state a SHARDED, view a full, grad_view a partial
  *                   what unit a must be and show
  *   has_grads a, no_grads a

@@ -85,6 +85,9 @@ static fsdp_status call_unit(const char *word, int64_t i, const char *expected,
   }
   if (is(word, "dismiss")) return fsdp_unit_dismiss(unit, true, error);
   if (is(word, "drop")) return fsdp_unit_dismiss(unit, false, error);
+  if (is(word, "unshard")) return fsdp_unit_unshard(unit, error);
+  if (is(word, "reshard")) return fsdp_unit_reshard(unit, error);
+  if (is(word, "wait_unshard")) return fsdp_unit_wait_unshard(unit, error);
   if (is(word, "freeze") || is(word, "unfreeze")) {
     return fsdp_unit_set_trainable(unit, number, is(word, "unfreeze"), error);
   }
@@ -92,6 +95,8 @@ static fsdp_status call_unit(const char *word, int64_t i, const char *expected,
     fsdp_unit_expect_grads(unit, number, 0);
   } else if (is(word, "await")) {
     fsdp_unit_expect_grads(unit, number, 1);
+  } else if (is(word, "full")) {
+    fsdp_unit_get_settings(unit)->wants_full = number != 0;
   } else if (is(word, "abandon")) {
     fsdp_unit_abandon_forward(unit, false);
   } else if (is(word, "destroy")) {
@@ -155,6 +160,8 @@ static fsdp_status call(const char *word, const char *name,
     recorder_show_memory(m.device, true);
   } else if (is(word, "grads_live")) {
     recorder_set_grads_live(m.device, is(name, "1"));
+  } else if (is(word, "params_copied")) {
+    recorder_set_params_copied(m.device, is(name, "1"));
   } else if (is(word, "params_changed")) {
     recorder_set_params_changed(m.device, is(name, "1"));
   } else if (strncmp(word, "num_", 4) != 0 || !check_count(word, name)) {

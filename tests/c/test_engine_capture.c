@@ -73,13 +73,11 @@ TEST(test_replays_find_units_at_rest) {
   capture("step; zero_grad");
   PLAY("forward; state a HIDDEN");
   CHECK_OK(fsdp_engine_begin_replay(m.engine, NULL));
-  PLAY("check_sharded; check_idle; step; zero_grad");
-  CHECK_OK(fsdp_unit_unshard(m.units[1].unit, NULL));
+  PLAY("check_sharded; check_idle; step; zero_grad; unshard a");
   CHECK_FAILS(fsdp_engine_begin_replay(m.engine, &error), FSDP_INVALID_STATE,
               error.message, "..it was unsharded on demand");
   CHECK_I64(error.remedy, FSDP_REMEDY_RESHARD);
-  CHECK_OK(fsdp_unit_reshard(m.units[1].unit, NULL));
-  PLAY("summon root");
+  PLAY("reshard a; summon root");
   CHECK_FAILS(fsdp_engine_begin_replay(m.engine, &error), FSDP_INVALID_STATE,
               error.message, "..its parameters are summoned");
   CHECK_I64(error.remedy, FSDP_REMEDY_DISMISS);

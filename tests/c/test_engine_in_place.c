@@ -212,14 +212,12 @@ TEST(test_on_demand) {
   start(NULL, true);
   PLAY("eval");
   notes[0] = '\0';
-  CHECK_OK(fsdp_unit_unshard(unit_of(1), NULL));
-  CHECK_OK(fsdp_unit_wait_unshard(unit_of(1), NULL));
+  PLAY("unshard a; wait_unshard a");
   CHECK_NOTES("");
-  CHECK_OK(fsdp_unit_reshard(unit_of(1), NULL));
-  PLAY("enter root; enter a");
+  PLAY("reshard a; enter root; enter a");
   CHECK_NOTES("open a");
-  CHECK_OK(fsdp_unit_unshard(unit_of(1), NULL)); /* inside its own forward */
-  CHECK_OK(fsdp_unit_wait_unshard(unit_of(1), NULL));
+  PLAY("unshard a"); /* inside its own forward */
+  PLAY("wait_unshard a");
   CHECK_NOTES("close a");
   PLAY("leave_eval a; leave_eval root; check_sharded");
 }

@@ -49,8 +49,7 @@ TEST(test_moved_shards_are_gathered) {
     move_all();
     PLAY("step; check_grads; check_sharded; optimizer; zero_grad");
     move_all(); /* again */
-    recorder_set_params_copied(m.device, true);
-    PLAY("eval; summon a");
+    PLAY("params_copied 1; eval; summon a");
     model_check_params(&m, 1);
     PLAY("drop a; step; check_grads");
   }

@@ -5,12 +5,6 @@
  */
 #include "engine_failures.h"
 
-static model_options offload_options(int64_t world_size, int64_t rank) {
-  model_options options = {
-      .world_size = world_size, .rank = rank, .offloads = true};
-  return options;
-}
-
 /* One unit of eight elements a rank. */
 static void start(const model_options *options) {
   model_open(options, "u 8");
@@ -20,8 +14,7 @@ static void start(const model_options *options) {
 /* The shard goes into its slot, which is gathered in place; the gradient comes
  * back from the other rank's slot of the unsharded one. */
 TEST(test_step) {
-  const model_options options = offload_options(2, 1);
-  start(&options);
+  start(WITH(.rank = 1, .offloads = true));
   PLAY("step");
   CHECK_TAPE(
       "record e1 compute; wait unshard e1; take_params u sharded; event e7; "
@@ -47,8 +40,7 @@ TEST(test_step) {
 
 /* A second backward brings the sharded gradient to the device first. */
 TEST(test_second_backward) {
-  const model_options options = offload_options(2, 1);
-  start(&options);
+  start(WITH(.rank = 1, .offloads = true));
   PLAY("step; forward; clear; backward");
   CHECK_TAPE(
       "take_grads u; wait compute e6; show u unsharded; show u sharded; "
@@ -72,12 +64,8 @@ TEST(test_second_backward) {
  * is (at 16), a half in each turn, since it is twice as large; replicas reduce
  * on their own lane. */
 TEST(test_casts_and_replicas) {
-  model_options options = offload_options(2, 0);
-  options.num_replicas = 2;
-  options.param_dtype = RECORDER_BF16;
-  options.reduce_dtype = RECORDER_F32;
-  options.wants_scratch = true;
-  start(&options);
+  start(WITH(.offloads = true, .num_replicas = 2, .param_dtype = RECORDER_BF16,
+             .reduce_dtype = RECORDER_F32, .wants_scratch = true));
   PLAY("step");
   CHECK_TAPE(
       "record e1 compute; wait unshard e1; take_params u sharded; event e7; "
@@ -110,7 +98,7 @@ TEST(test_casts_and_replicas) {
 
 /* One rank is not resident: the device has nothing until the copy. */
 TEST(test_one_rank) {
-  model_options options = offload_options(1, 0);
+  model_options options = {.world_size = 1, .offloads = true};
   start(&options);
   PLAY("step");
   CHECK_TAPE(
@@ -155,7 +143,7 @@ static void check_accumulates(const model_options *options) {
 
 TEST(test_accumulates) {
   for (int64_t rank = 0; rank < 2; rank++) {
-    model_options options = offload_options(2, rank);
+    model_options options = {.rank = rank, .offloads = true};
     check_accumulates(&options);
     options.forward_prefetch = true;
     options.num_replicas = 2;
@@ -169,7 +157,7 @@ TEST(test_accumulates) {
     options.keeps_without_sync = true;
     check_accumulates(&options);
   }
-  model_options options = offload_options(1, 0);
+  model_options options = {.world_size = 1, .offloads = true};
   check_accumulates(&options);
   options.num_replicas = 2;
   options.param_dtype = RECORDER_BF16;
@@ -182,9 +170,7 @@ TEST(test_host_is_joined) {
   static const char joined[] =
       "record e4 upload\nwait download e4\nrecord e5 download\n"
       "synchronize e5\n";
-  model_options options = offload_options(2, 0);
-  options.forward_prefetch = true;
-  model_start_tree(&m, &options, 2);
+  model_start_tree(&m, WITH(.offloads = true, .forward_prefetch = true), 2);
   for (int i = 0; i < 2; i++) {
     PLAY("clear; eval");
     const char *tape = recorder_tape(m.device);
@@ -221,8 +207,7 @@ static void last_record(const char *tape, const char *end, const char *name,
  * compute's.
  */
 TEST(test_uploads_do_not_wait_for_downloads) {
-  model_options options = offload_options(2, 0);
-  model_start_tree(&m, &options, 3);
+  model_start_tree(&m, WITH(.offloads = true), 3);
   PLAY("step; optimizer; step; optimizer; step; optimizer; clear; step");
   const char *tape = recorder_tape(m.device);
   const char *first_download = strstr(tape, "copy_to_host download");
@@ -245,9 +230,7 @@ TEST(test_uploads_do_not_wait_for_downloads) {
 /* The host goes on after a forward that a backward follows, and may not write
  * the shards before that. */
 TEST(test_forward_does_not_wait) {
-  model_options options = offload_options(2, 0);
-  options.forward_prefetch = true;
-  model_start_tree(&m, &options, 2);
+  model_start_tree(&m, WITH(.offloads = true, .forward_prefetch = true), 2);
   for (int i = 0; i < 2; i++) {
     PLAY("clear; forward");
     CHECK_TAPE_LACKS("synchronize");
@@ -267,9 +250,7 @@ TEST(test_forward_does_not_wait) {
 
 /* In master dtype no shard has to be cast. */
 TEST(test_full_precision) {
-  model_options options = offload_options(2, 1);
-  options.param_dtype = RECORDER_BF16;
-  start(&options);
+  start(WITH(.rank = 1, .offloads = true, .param_dtype = RECORDER_BF16));
   fsdp_unit_get_settings(m.units[0].unit)->wants_full = true;
   PLAY("eval");
   CHECK_TAPE_HAS("copy_to_device upload 32 b1+32 <- u.shard0;");
@@ -281,10 +262,8 @@ TEST(test_full_precision) {
 /* Four ranks have room for it beside this one, on either side. */
 TEST(test_stage_in_the_slots) {
   for (int64_t rank = 0; rank < 4; rank++) {
-    model_options options = offload_options(4, rank);
-    options.param_dtype = RECORDER_BF16;
-    options.reduce_dtype = RECORDER_F32;
-    start(&options);
+    start(WITH(.world_size = 4, .rank = rank, .offloads = true,
+               .param_dtype = RECORDER_BF16, .reduce_dtype = RECORDER_F32));
     PLAY("step; optimizer; step; check_grads");
     CHECK_TAPE_HAS("alloc 64 b1"); /* 32 elements of bf16 */
     CHECK_I64(model_stats(&m).arena.peak_nbytes, 32 * 4);
@@ -293,10 +272,9 @@ TEST(test_stage_in_the_slots) {
 
 /* Behind a slot of 6 bytes fp32 elements of the shard lie at 8, one a turn. */
 TEST(test_stage_is_aligned) {
-  model_options options = offload_options(2, 0);
-  options.param_dtype = RECORDER_BF16;
-  options.is_unaligned = true;
-  model_open(&options, "u 3");
+  model_open(WITH(.offloads = true, .param_dtype = RECORDER_BF16,
+                  .is_unaligned = true),
+             "u 3");
   PLAY("show_memory; step; optimizer; step; check_grads");
   CHECK_TAPE_HAS("copy_to_device upload 4 b1+8 <- u.shard0+8;");
 }
@@ -304,10 +282,9 @@ TEST(test_stage_is_aligned) {
 /* Everything on the device is blocks. The largest holds fp32 gradients, and in
  * the other rank's slot the sharded one. */
 TEST(test_memory) {
-  model_options options = offload_options(2, 0);
-  options.param_dtype = RECORDER_BF16;
-  options.reduce_dtype = RECORDER_F32;
-  model_open(&options, "u 128");
+  model_open(WITH(.offloads = true, .param_dtype = RECORDER_BF16,
+                  .reduce_dtype = RECORDER_F32),
+             "u 128");
   PLAY("step; step");
   CHECK_I64(model_stats(&m).arena.peak_nbytes, 256 * 4);
   PLAY("clear; step; step");
@@ -317,21 +294,20 @@ TEST(test_memory) {
 }
 
 TEST(test_every_call_can_fail) {
-  model_options options = offload_options(2, 1);
+  model_options options = {.rank = 1, .offloads = true};
   options.forward_prefetch = true;
   failures_every_call_of_steps(&options, NULL, failures_train);
   options.num_replicas = 2;
   options.param_dtype = RECORDER_BF16;
   options.backward_prefetch = PREFETCH_AFTER;
   failures_every_call_of_steps(&options, NULL, failures_train);
-  options = offload_options(2, 0);
+  options = (model_options){.offloads = true};
   options.has_mean = true;
   failures_every_call_of_steps(&options, NULL, failures_train);
-  options = offload_options(1, 0);
+  options = (model_options){.world_size = 1, .offloads = true};
   failures_every_call(&options, NULL, failures_train, 0);
 }
 
 TEST(test_every_allocation_can_fail) {
-  const model_options options = offload_options(2, 0);
-  failures_every_allocation(&options, NULL, failures_train);
+  failures_every_allocation(WITH(.offloads = true), NULL, failures_train);
 }

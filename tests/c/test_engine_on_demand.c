@@ -18,7 +18,7 @@ static void request(int64_t index) {
 TEST(test_request_before_forward) {
   model_start_tree(&m, NULL, 2);
   request(1);
-  CHECK_OK(fsdp_unit_unshard(unit_of(1), NULL)); /* held already */
+  PLAY("unshard a"); /* held already */
   PLAY("eval");
   CHECK_SCHEDULE(
       "all_gather a; show a unsharded; all_gather root; show root unsharded; "
@@ -32,7 +32,7 @@ TEST(test_request_before_forward) {
 TEST(test_request_ends_with_a_backward) {
   model_start_tree(&m, NULL, 2);
   request(1);
-  CHECK_OK(fsdp_unit_unshard(unit_of(2), NULL));
+  PLAY("unshard b");
   CHECK(fsdp_unit_is_requested(unit_of(1)));
   CHECK(!fsdp_unit_is_requested(unit_of(0)));
   PLAY("enter root; leave root; state a UNSHARDED; state b UNSHARDING");
@@ -59,7 +59,7 @@ TEST(test_request_before_a_write) {
 /* Also one that versions do not count. */
 TEST(test_request_before_somebody_writes) {
   model_start_tree(&m, NULL, 1);
-  CHECK_OK(fsdp_unit_unshard(m.units[1].unit, NULL));
+  PLAY("unshard a");
   CHECK(fsdp_unit_is_requested(m.units[1].unit));
   PLAY("expect_writes");
   CHECK(!fsdp_unit_is_requested(m.units[1].unit));

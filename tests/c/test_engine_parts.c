@@ -42,8 +42,7 @@ TEST(test_parts_by_request) {
   start(false);
   PLAY("forward; state a PARTED");
   CHECK(fsdp_unit_get_state(m.units[1].unit) == FSDP_UNIT_PARTED);
-  CHECK_OK(fsdp_unit_reshard(m.units[1].unit, NULL));
-  PLAY("state a SHARDED; backward; check_grads");
+  PLAY("reshard a; state a SHARDED; backward; check_grads");
   fsdp_unit_get_settings(m.units[1].unit)->keeps_part = false;
   PLAY("forward; state a SHARDED; state b PARTED; backward");
 }

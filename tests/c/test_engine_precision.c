@@ -13,11 +13,6 @@ static void set_all_full(void) {
   for (int64_t i = 0; i < m.num_units; i++) set_full(i, true);
 }
 
-static model_options low_options(void) {
-  model_options options = {.param_dtype = RECORDER_BF16};
-  return options;
-}
-
 /* Root and children with shards of 8, 16, 24 elements: bf16 ones are rounded up
  * to as many. */
 static void start_tree(const model_options *options, int64_t num_children) {
@@ -33,9 +28,8 @@ static void start_tree(const model_options *options, int64_t num_children) {
 
 /* keep_low_precision_grads: bf16 all the way, beside an fp32 parameter. */
 TEST(test_low_precision_gradients) {
-  model_options options = low_options();
-  options.grad_dtype = RECORDER_BF16;
-  start_tree(&options, 1);
+  start_tree(WITH(.param_dtype = RECORDER_BF16, .grad_dtype = RECORDER_BF16),
+             1);
   for (int i = 0; i < 2; i++) {
     PLAY("clear; step; check_grads");
     CHECK_TAPE_LACKS("->f32");
@@ -50,13 +44,10 @@ TEST(test_low_precision_gradients) {
  * stand between. */
 TEST(test_wide_gradients) {
   for (int offloads = 0; offloads < 2; offloads++) {
-    model_options options = low_options();
-    options.rank = 1;
-    options.num_replicas = 2;
-    options.reduce_dtype = RECORDER_F32;
-    options.grad_dtype = RECORDER_F64;
-    options.offloads = offloads != 0;
-    model_open(&options, "root 8; mixed mixed");
+    model_open(WITH(.param_dtype = RECORDER_BF16, .rank = 1, .num_replicas = 2,
+                    .reduce_dtype = RECORDER_F32, .grad_dtype = RECORDER_F64,
+                    .offloads = offloads != 0),
+               "root 8; mixed mixed");
     PLAY("step; check_grads; step; check_grads; step; check_grads");
     CHECK_TAPE_HAS("x0.25 8 f32->f64 add, 8 f32->f64 add;");
     CHECK_I64(model_stats(&m).grad_shard_nbytes, (8 + 8 + 8) * 8);
@@ -64,21 +55,20 @@ TEST(test_wide_gradients) {
 }
 
 TEST(test_every_call_with_low_gradients_can_fail) {
-  model_options options = low_options();
-  options.grad_dtype = RECORDER_BF16;
-  failures_every_call(&options, NULL, failures_train, 0);
+  failures_every_call(
+      WITH(.param_dtype = RECORDER_BF16, .grad_dtype = RECORDER_BF16), NULL,
+      failures_train, 0);
 }
 
 /* --- Full precision ------------------------------------------------------ */
 
 /* Gathers the shard as it is, into a block of another size; and back. */
 TEST(test_switch) {
-  const model_options options = low_options();
-  model_open(&options, "u 8");
+  model_open(WITH(.param_dtype = RECORDER_BF16), "u 8");
   PLAY("show_memory");
   recorder_name_memory(m.device, m.units[0].shards[0], 32, "shard");
   CHECK(!fsdp_unit_get_settings(m.units[0].unit)->wants_full);
-  set_full(0, true);
+  PLAY("full u 1");
   CHECK(fsdp_unit_get_settings(m.units[0].unit)->wants_full);
   PLAY("eval");
   CHECK_TAPE(
@@ -87,9 +77,7 @@ TEST(test_switch) {
       "group_begin unshard g0; all_gather unshard g0 8 f32 b1 <- shard; "
       "group_end unshard g0; record e6 unshard; wait compute e6; show u full; "
       "show u sharded; free 64 b1");
-  PLAY("clear");
-  set_full(0, false);
-  PLAY("eval");
+  PLAY("clear; full u 0; eval");
   CHECK_TAPE(
       "record e1 compute; wait unshard e1; take_params u sharded; alloc 32 b2; "
       "record e7 compute; wait unshard e7; "
@@ -97,22 +85,20 @@ TEST(test_switch) {
       "all_gather unshard g0 8 bf16 b2 <- b2; group_end unshard g0; "
       "record e6 unshard; wait compute e6; show u unsharded; show u sharded; "
       "free 32 b2");
-  set_full(0, true);
-  PLAY("eval"); /* the client is there already */
+  PLAY("full u 1; eval"); /* the client is there already */
   CHECK_I64(model_stats(&m).arena.num_clients, 3);
   PLAY("check_idle");
 }
 
 /* What was kept in the other dtype is gathered again. */
 TEST(test_switch_of_a_kept_unit) {
-  model_options options = low_options();
+  model_options options = {.param_dtype = RECORDER_BF16};
   options.keeps_after_forward = true;
   start_tree(&options, 1);
   PLAY("forward; view a sharded"); /* kept, but hidden */
-  set_full(1, true);
+  PLAY("full a 1");
   /* kept: nothing to do */
-  PLAY("clear; enter root; enter a; view a full; leave a; enter a");
-  set_full(1, false);
+  PLAY("clear; enter root; enter a; view a full; leave a; enter a; full a 0");
   PLAY("leave a; enter a"); /* kept, in the wrong one */
   PLAY("leave a; leave root");
   CHECK_SCHEDULE(
@@ -122,8 +108,7 @@ TEST(test_switch_of_a_kept_unit) {
   /* Kept between micro-batches. */
   options.keeps_without_sync = true;
   start_tree(&options, 1);
-  PLAY("sync none; step");
-  set_full(1, true);
+  PLAY("sync none; step; full a 1");
   const int64_t num_all_gathers = model_stats(&m).num_all_gathers;
   PLAY("step");
   CHECK_I64(model_stats(&m).num_all_gathers, num_all_gathers + 1);
@@ -132,13 +117,10 @@ TEST(test_switch_of_a_kept_unit) {
 
 /* A prefetch in the wrong dtype is dropped, by the user as by the end. */
 TEST(test_prefetch_in_the_wrong_precision) {
-  model_options options = low_options();
-  options.forward_prefetch = true;
-  start_tree(&options, 2);
-  PLAY("eval; clear; enter root; state a PREFETCHED");
-  set_full(1, true);
+  start_tree(WITH(.param_dtype = RECORDER_BF16, .forward_prefetch = true), 2);
+  PLAY("eval; clear; enter root; state a PREFETCHED; full a 1");
   PLAY("enter a; view a full; leave_eval a");
-  set_full(2, true); /* in flight, and never used */
+  PLAY("full b 1"); /* in flight, and never used */
   PLAY("leave_eval root");
   CHECK_SCHEDULE(
       "all_gather root; all_gather a; show root unsharded; all_gather a; "
@@ -149,33 +131,26 @@ TEST(test_prefetch_in_the_wrong_precision) {
 
 /* One rank that casts copies instead. */
 TEST(test_one_rank) {
-  model_options options = low_options();
-  options.world_size = 1;
-  start_tree(&options, 1);
-  set_full(0, true);
-  set_full(1, true);
-  PLAY("eval");
+  start_tree(WITH(.param_dtype = RECORDER_BF16, .world_size = 1), 1);
+  PLAY("full root 1; full a 1; eval");
   CHECK_TAPE_HAS("pack unshard x1 8 f32->f32;");
   CHECK_TAPE_HAS("show a full;");
-  set_full(1, false);
-  PLAY("step; check_grads");
+  PLAY("full a 0; step; check_grads");
 }
 
 /* Without a cast there is no other precision: nothing happens. */
 TEST(test_units_without_a_cast) {
   for (int64_t world_size = 1; world_size < 3; world_size++) {
     start_tree(WITH(.world_size = world_size), 0);
-    set_full(0, true);
+    PLAY("full root 1");
     CHECK(fsdp_unit_get_settings(m.units[0].unit)->wants_full);
     PLAY("eval");
     CHECK_TAPE_LACKS(" full;");
     CHECK_I64(model_stats(&m).arena.num_clients, world_size);
   }
   /* A cast of nothing is shown, but no parameters are gathered. */
-  const model_options options = low_options();
-  model_open(&options, "u (0)");
-  set_full(0, true);
-  PLAY("step");
+  model_open(WITH(.param_dtype = RECORDER_BF16), "u (0)");
+  PLAY("full u 1; step");
   CHECK_SCHEDULE(
       "show u full; hide u; show u full; show u sharded; "
       "show_grads u sharded");
@@ -184,12 +159,11 @@ TEST(test_units_without_a_cast) {
 /* Segments of all kinds, in forward and backward, offloaded or not. */
 TEST(test_steps) {
   for (int kinds = 0; kinds < 8; kinds++) {
-    model_options options = low_options();
-    options.reduce_dtype = RECORDER_F32;
-    options.world_size = (kinds & 1) != 0 ? 1 : 2;
-    options.offloads = (kinds & 2) != 0;
-    options.forward_prefetch = (kinds & 4) != 0;
-    failures_plan(&options);
+    failures_plan(WITH(.param_dtype = RECORDER_BF16,
+                       .reduce_dtype = RECORDER_F32,
+                       .world_size = (kinds & 1) != 0 ? 1 : 2,
+                       .offloads = (kinds & 2) != 0,
+                       .forward_prefetch = (kinds & 4) != 0));
     model_start(&m);
     for (int i = 0; i < 6; i++) {
       for (int64_t j = 0; j < m.num_units; j++) set_full(j, i % 3 != 2);
@@ -201,18 +175,14 @@ TEST(test_steps) {
 
 /* The new engine's arena does not know the unit yet. */
 TEST(test_move) {
-  const model_options options = low_options();
-  start_tree(&options, 0);
-  set_full(0, true);
-  PLAY("forward");
+  start_tree(WITH(.param_dtype = RECORDER_BF16), 0);
+  PLAY("full root 1; forward");
   fsdp_engine *const before = m.engine;
   model_join_new_engine(&m);
   fsdp_engine_destroy(before);
   PLAY("step; check_grads");
   /* A reset gives back either block. */
-  PLAY("forward");
-  set_full(0, false);
-  PLAY("reset; check_idle; step");
+  PLAY("forward; full root 0; reset; check_idle; step");
 }
 
 static fsdp_status switch_and_train(fsdp_error *error) {
@@ -226,7 +196,7 @@ done:
 }
 
 TEST(test_every_call_can_fail) {
-  model_options options = low_options();
+  model_options options = {.param_dtype = RECORDER_BF16};
   options.forward_prefetch = true;
   failures_every_call_of_steps(&options, NULL, switch_and_train);
   options.offloads = true;
@@ -234,6 +204,6 @@ TEST(test_every_call_can_fail) {
 }
 
 TEST(test_every_allocation_can_fail) {
-  const model_options options = low_options();
-  failures_every_allocation(&options, NULL, switch_and_train);
+  failures_every_allocation(WITH(.param_dtype = RECORDER_BF16), NULL,
+                            switch_and_train);
 }

@@ -4,12 +4,6 @@
  */
 #include "engine_failures.h"
 
-/* The user replaces parameters, of every unit, before each of the next calls
- * that look for it. */
-static void replace(bool is_on) {
-  recorder_set_params_copied(m.device, is_on);
-}
-
 static void step(void) {
   PLAY("zero_grad; step; check_grads");
 }
@@ -18,13 +12,11 @@ static void step(void) {
 
 TEST(test_forward_and_backward) {
   model_start_tree(&m, NULL, 1);
-  replace(true);
-  PLAY("step");
+  PLAY("params_copied 1; step");
   CHECK_TAPE_HAS(
       "take_params root sharded; record e1 compute; wait unshard e1;");
   CHECK_TAPE_HAS("take_params a sharded; record e1 compute; wait unshard e1;");
-  replace(false);
-  PLAY("clear");
+  PLAY("params_copied 0; clear");
   step();
   CHECK_TAPE_LACKS("take_params root sharded; record e1 compute;");
   PLAY("check_grads");
@@ -41,12 +33,11 @@ TEST(test_each_unit_waits) {
       step();
       for (int where = 0; where < 2; where++) {
         PLAY("zero_grad");
-        replace(where == 0);
+        recorder_set_params_copied(m.device, where == 0);
         PLAY("forward");
-        replace(where == 1); /* between forward and backward */
-        PLAY("backward");
-        replace(false);
-        PLAY("check_grads");
+        /* between forward and backward */
+        recorder_set_params_copied(m.device, where == 1);
+        PLAY("backward; params_copied 0; check_grads");
       }
       model_fini(&m); /* finds races */
     }
@@ -75,10 +66,8 @@ TEST(test_without_the_wait) {
   recorder_name_memory(m.device, m.units[1].shards[0], 32, "shard");
   m.views.take_params = take_params_silently;
   model_start(&m);
-  PLAY("step; enter root");
-  replace(true);
-  PLAY("check_races; enter a");
-  replace(false);
+  PLAY("step; enter root; params_copied 1; check_races; enter a");
+  PLAY("params_copied 0");
   CHECK_TEXT(recorder_race(m.device),
              "read by unshard, not after write of shard by compute (all_gather "
              "unshard g0 8 f32)");
@@ -93,9 +82,9 @@ TEST(test_in_host_memory) {
     if (with_casts) options.param_dtype = RECORDER_BF16;
     model_start_tree(&m, &options, 2);
     step();
-    replace(true);
+    PLAY("params_copied 1");
     step();
-    replace(false);
+    PLAY("params_copied 0");
     step();
   }
 }
@@ -106,7 +95,7 @@ TEST(test_one_rank) {
   for (int with_casts = 0; with_casts < 2; with_casts++) {
     if (with_casts) options.param_dtype = RECORDER_BF16;
     model_start_tree(&m, &options, 2);
-    replace(true);
+    PLAY("params_copied 1");
     for (int i = 0; i < 2; i++) step();
   }
 }
@@ -123,11 +112,11 @@ static void check_summon(const model_options *options,
       step();
       PLAY("zero_grad; forward");
       for (int64_t i = 0; i < 2; i++) {
-        replace(when == 0);
+        recorder_set_params_copied(m.device, when == 0);
         CHECK_OK(fsdp_unit_summon(m.units[i].unit, how, NULL));
-        replace(when == 1);
+        recorder_set_params_copied(m.device, when == 1);
         CHECK_OK(fsdp_unit_dismiss(m.units[i].unit, writeback != 0, NULL));
-        replace(false);
+        PLAY("params_copied 0");
       }
       PLAY("backward; check_grads");
       step();
@@ -149,7 +138,7 @@ TEST(test_summon) {
 /* --- Failures ------------------------------------------------------------ */
 
 static void prepare(void) {
-  recorder_set_params_copied(m.device, true);
+  PLAY("params_copied 1");
 }
 
 TEST(test_every_call_can_fail) {

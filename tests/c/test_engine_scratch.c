@@ -5,11 +5,6 @@
 #include "base/alloc.h"
 #include "engine_failures.h"
 
-static model_options scratch_options(int64_t rank) {
-  model_options options = {.rank = rank, .wants_scratch = true};
-  return options;
-}
-
 /* The scratch block of each reduction on the tape, in order: "b3 b4 ". */
 static const char *turns(void) {
   static char text[512];
@@ -36,8 +31,7 @@ static int64_t scratch_nbytes(void) {
 
 /* c, b, a and the root are reduced, in this order; c has the largest need. */
 TEST(test_two_blocks_take_turns) {
-  const model_options options = scratch_options(1);
-  model_start_tree(&m, &options, 3);
+  model_start_tree(&m, WITH(.rank = 1, .wants_scratch = true), 3);
   PLAY("show_memory");
   CHECK_I64(scratch_nbytes(), 0);
   step();
@@ -53,8 +47,7 @@ TEST(test_two_blocks_take_turns) {
 /* Of one unit the second step uses the second block. Each use waits for the
  * one before it, and says when it is over. */
 TEST(test_one_unit) {
-  const model_options options = scratch_options(0);
-  model_start_tree(&m, &options, 0);
+  model_start_tree(&m, WITH(.wants_scratch = true), 0);
   PLAY("show_memory");
   step();
   CHECK_TEXT(turns(), "b3 ");
@@ -77,8 +70,7 @@ TEST(test_one_unit) {
 TEST(test_does_not_grow_with_depth) {
   static const char *const names[] = {"root", "a", "b", "c", "d", "e", "f"};
   for (int64_t num_units = 2; num_units < 8; num_units++) {
-    const model_options options = scratch_options(0);
-    model_init(&m, &options);
+    model_init(&m, WITH(.wants_scratch = true));
     for (int64_t i = 0; i < num_units; i++) {
       model_plan_simple(&m, names[i], 64);
     }
@@ -92,8 +84,7 @@ TEST(test_does_not_grow_with_depth) {
 
 /* Segments lie at multiples of 256 bytes, as in the gradient block. */
 TEST(test_segments_of_one_unit) {
-  const model_options options = scratch_options(1);
-  model_open(&options, "u mixed");
+  model_open(WITH(.rank = 1, .wants_scratch = true), "u mixed");
   PLAY("show_memory");
   step();
   CHECK_I64(scratch_nbytes(), 256 + 8 * 2);
@@ -107,8 +98,7 @@ TEST(test_segments_of_one_unit) {
 /* The root is reduced last and needs the most: the others' blocks are large
  * enough for it at once. */
 TEST(test_as_large_as_the_largest_need) {
-  const model_options options = scratch_options(0);
-  model_open(&options, "root 64; a 4");
+  model_open(WITH(.wants_scratch = true), "root 64; a 4");
   step();
   CHECK_I64(scratch_nbytes(), 2 * 64 * 4);
   CHECK_I64(recorder_live_nbytes(m.device),
@@ -117,9 +107,8 @@ TEST(test_as_large_as_the_largest_need) {
 
 /* A larger unit joins: a block that is too small for it is replaced. */
 TEST(test_grows) {
-  const model_options options = scratch_options(1);
   fsdp_segment_options segments[MODEL_MAX_SEGMENTS];
-  model_init(&m, &options);
+  model_init(&m, WITH(.rank = 1, .wants_scratch = true));
   model_plan_simple(&m, "root", 4);
   model_plan_simple(&m, "a", 64);
   m.num_units = 1;
@@ -152,7 +141,7 @@ TEST(test_grows) {
 /* Nothing of it where nothing is reduce-scattered. */
 TEST(test_nobody_needs_it) {
   for (int i = 0; i < 3; i++) {
-    model_options options = scratch_options(0);
+    model_options options = {.wants_scratch = true};
     if (i == 0) options.wants_scratch = false;
     if (i == 1) options.world_size = 1;
     if (i == 1) options.num_replicas = 2;
@@ -169,10 +158,9 @@ TEST(test_nobody_needs_it) {
  * clients grows with one of the numbers of units. */
 TEST(test_unfreezing_fails) {
   static const char *const names[] = {"root", "a", "b", "c", "d", "e", "f"};
-  const model_options options = scratch_options(0);
   int64_t num_refused = 0;
   for (int64_t num_units = 1; num_units < 6; num_units++) {
-    model_init(&m, &options);
+    model_init(&m, WITH(.wants_scratch = true));
     for (int64_t i = 0; i < num_units; i++) model_plan_simple(&m, names[i], 4);
     model_plan_units("frozen (128) frozen; too (128) frozen");
     model_start(&m);
@@ -195,7 +183,7 @@ TEST(test_unfreezing_fails) {
 /* --- Failures ------------------------------------------------------------ */
 
 TEST(test_every_call_can_fail) {
-  model_options options = scratch_options(0);
+  model_options options = {.wants_scratch = true};
   failures_every_call_of_steps(&options, NULL, failures_train);
   options.num_replicas = 2;
   options.offloads = true;
@@ -206,10 +194,9 @@ TEST(test_every_call_can_fail) {
 TEST(test_every_call_can_fail_before_the_end) {
   for (int num_before = 0; num_before < 2; num_before++) {
     for (int64_t i = 0;; i++) {
-      const model_options options = scratch_options(1);
       const int64_t num_failures = check_num_failures;
       fsdp_error error = {0};
-      failures_plan(&options);
+      failures_plan(WITH(.rank = 1, .wants_scratch = true));
       model_start(&m);
       for (int j = 0; j < num_before; j++) step();
       recorder_fail_at(m.device, i);
