@@ -268,7 +268,6 @@ class Differential:
         use_orig_params: As given to the wrapper by ``wrap``.
         optimizer: Makes both optimizers.
         param_dtype: The dtype that the reference computes in (mixed precision).
-        cast_inputs: Whether floating inputs are cast to ``param_dtype``.
         tolerance: Of every comparison; by default that of the compute dtype.
     """
 
@@ -281,7 +280,6 @@ class Differential:
         use_orig_params: bool,
         optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = sgd,
         param_dtype: torch.dtype | None = None,
-        cast_inputs: bool = True,
         tolerance: float | None = None,
     ) -> None:
         self.rank = dist.get_rank()
@@ -291,7 +289,6 @@ class Differential:
         self.inputs = inputs
         self.use_orig_params = use_orig_params
         self.param_dtype = param_dtype
-        self.cast_inputs = cast_inputs
         names = [clean_name(n) for n, _ in self.reference.named_parameters()]
         self.reference_params = dict(
             zip(names, self.reference.parameters(), strict=True)
@@ -380,8 +377,7 @@ class Differential:
             name: p.to(dtype) if p.is_floating_point() else p
             for name, p in self.reference.named_parameters()
         }
-        if self.cast_inputs:
-            inputs = tuple(t.to(dtype) if t.is_floating_point() else t for t in inputs)
+        inputs = tuple(t.to(dtype) if t.is_floating_point() else t for t in inputs)
         return functional_call(self.reference, state, inputs, tie_weights=True)
 
     def reference_forward(self, batches: list[Inputs]) -> tuple[Tensor, Tensor]:

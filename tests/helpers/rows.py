@@ -117,9 +117,6 @@ class Rows(Differential):
         build: Callable[[], nn.Module],
         shard: Callable[[nn.Module], Any],
         inputs: Callable[[torch.Generator], Inputs],
-        *,
-        optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = sgd,
-        tolerance: float | None = TOLERANCE,
         **options: Any,
     ) -> None:
         super().__init__(
@@ -127,8 +124,7 @@ class Rows(Differential):
             shard,
             lambda generator: as_double(inputs(generator)),
             use_orig_params=True,
-            optimizer=optimizer,
-            tolerance=tolerance,
+            tolerance=TOLERANCE,
             **options,
         )
         self.sharded = dict(self.model.named_parameters())

@@ -1,12 +1,10 @@
 """What Hugging Face's libraries do to wrapped models, on two ranks."""
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
@@ -45,12 +43,6 @@ def _fsdp(model: nn.Module, **arguments: Any) -> FSDP:
         device_id=torch.device(TEST_DEVICE, 0),  # as accelerate passes it
         **arguments,
     )
-
-
-def _shared_folder() -> Path:
-    names: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(names)
-    return Path(names[0])
 
 
 # Models loaded in 16 bits, trained in 32 --------------------------------------
@@ -146,7 +138,9 @@ def test_an_optimizer_that_needs_a_loss() -> None:
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2, timeout_s=240)
-def test_sharded_optimizer_state(rank: int, use_orig_params: bool) -> None:
+def test_sharded_optimizer_state(
+    rank: int, use_orig_params: bool, tmp_path: Path
+) -> None:
     """A new optimizer gets everything that was saved, and one more step is equal."""
 
     def make(**options: bool) -> tuple[FSDP, torch.optim.Optimizer]:
@@ -171,15 +165,14 @@ def test_sharded_optimizer_state(rank: int, use_orig_params: bool) -> None:
     model, optimizer = make(amsgrad=True)
     for number in range(2):
         step(model, optimizer, number)
-    folder = _shared_folder()
     state = {"optimizer": FSDP.optim_state_dict(model, optimizer)}
-    save(state, storage_writer=FileSystemWriter(folder))
+    save(state, storage_writer=FileSystemWriter(tmp_path))
 
     other, fresh = make(amsgrad=True)
     with torch.no_grad():
         for mine, value in zip(other.parameters(), model.parameters(), strict=True):
             mine.copy_(value)
-    load_sharded(other, fresh, folder)
+    load_sharded(other, fresh, tmp_path)
     for mine, value in zip(other.parameters(), model.parameters(), strict=True):
         # Without state: this rank's part is empty.
         then = optimizer.state.get(value, {})
@@ -194,7 +187,7 @@ def test_sharded_optimizer_state(rank: int, use_orig_params: bool) -> None:
     # State that the new optimizer does not have is named.
     third, plain = make()
     with pytest.warns(IntegrationWarning, match=r"as '.*max_exp_avg_sq'"):
-        load_sharded(third, plain, folder)
+        load_sharded(third, plain, tmp_path)
 
 
 # Adapters -----------------------------------------------------------------------

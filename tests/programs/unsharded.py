@@ -26,22 +26,20 @@ def mean_over_ranks(loss: Callable[[int], Tensor]) -> Tensor:
     return torch.stack(losses).mean()
 
 
-def check_weights(
-    model: nn.Module, reference: nn.Module, tolerance: float = 1e-9
-) -> None:
+def check_weights(model: nn.Module, reference: nn.Module) -> None:
     """Fail unless all parameters are those of ``reference``, with either API."""
     expected = {name: p.detach() for name, p in reference.named_parameters()}
     if any(isinstance(param, DTensor) for param in model.parameters()):
         named = dict(model.named_parameters())
         mine = dict(zip(named, whole_of(list(named.values())), strict=True))
-        assert_same_tensors("parameter", mine, expected, tolerance)
+        assert_same_tensors("parameter", mine, expected, 1e-9)
         return
     with FSDP.summon_full_params(model, writeback=False):
         mine = {
             clean_name(name): param.detach().clone()
             for name, param in model.named_parameters()
         }
-    assert_same_tensors("parameter", mine, expected, tolerance)
+    assert_same_tensors("parameter", mine, expected, 1e-9)
 
 
 def train_beside(
