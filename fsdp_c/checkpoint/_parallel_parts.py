@@ -176,6 +176,6 @@ def held_of_rows(
             for key, value in sorted(state.sharded.items())
         }
         result[name] = ParamState(part, sharded, state.plain, state.has_state)
-        if part.part_numel == 0 and not part.is_flat:  # as if stepped here
+        if not part.is_stepped:  # what the optimizer made for no element may stay
             result[name] = held[name]
     return result

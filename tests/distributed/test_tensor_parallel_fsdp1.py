@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
+    get_optimizer_state_dict,
 )
 from torch.distributed.fsdp import MixedPrecision, StateDictType
 from torch.distributed.tensor import DTensor
@@ -20,10 +22,12 @@ from helpers.distributed import distributed, varied
 from helpers.groups import groups_destroyed
 from helpers.models import VOCAB
 from helpers.reference import objects_of_all_ranks
+from helpers.rows import shard_by
 from helpers.seeds import seeded
 from helpers.shared_folder import shared_folder
 from helpers.state_dicts import whole_state
 from helpers.tensor_parallel import (
+    ParallelBlock,
     ParallelModel,
     make,
     make_both,
@@ -145,6 +149,52 @@ def test_own_checkpoint_at_another_shape(
         checkpoint.load(path, other, optimizer)
         assert_equal(get_model_state_dict(other), expected)
         torch.testing.assert_close(shared_step(other, optimizer, seed=1), loss)
+
+
+class _WithEmpty(ParallelModel):
+    """A parameter without elements, and one of which some ranks hold none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = super().forward(tokens)
+        return out * self.gain + self.empty.sum()
+
+
+@pytest.mark.bookkeeping
+@pytest.mark.parametrize("api", ["FSDP", "FSDP flat"])
+@pytest.mark.parametrize("num_dp", [1, 2])
+@distributed(world_size=4)
+def test_own_checkpoint_with_an_empty_parameter(api: str, num_dp: int) -> None:
+    """A fresh optimizer gets the state of parameters without elements, too."""
+
+    def build(seed: int) -> tuple[Any, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        dp, tp = two_meshes(num_dp, 4 // num_dp)
+        model = shard_by(api, parallelize(_WithEmpty(), tp), {ParallelBlock}, mesh=dp)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def states_of(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        full = StateDictOptions(full_state_dict=True)
+        states = get_optimizer_state_dict(model, optimizer, options=full)["state"]
+        return {f"{n} {k}": v for n, state in states.items() for k, v in state.items()}
+
+    with groups_destroyed(), shared_folder() as folder:
+        model, optimizer = build(0)
+        shared_step(model, optimizer, seed=0)
+        path = Path(folder) / "checkpoint"
+        checkpoint.save(path, model, optimizer)
+        other, its_optimizer = build(1)
+        checkpoint.load(path, other, its_optimizer)
+        expected = states_of(model, optimizer)
+        assert expected["empty exp_avg"].shape == (0, 3)
+        assert_equal(states_of(other, its_optimizer), expected)
+        loss = shared_step(model, optimizer, seed=1)
+        torch.testing.assert_close(shared_step(other, its_optimizer, seed=1), loss)
+        del model, other
 
 
 @distributed(world_size=4)
