@@ -14,7 +14,11 @@ An exchange takes what it packs as extra memory, and on an accelerator its resul
 which go to the host or into place afterwards. So several units share one exchange only
 while their extra memory together is at most the bytes of the largest unit, or
 SHARED_NBYTES if all are small. Ranks that do not wait for each other after each unit
-are faster. All ranks batch alike.
+are faster.
+
+All ranks of a group must batch alike. They know the same units of their own group, but
+not of others: with rank0_only, a rank in another replica leaves out what is not for it.
+So each group's units are batched by themselves, whatever stands between them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -95,34 +99,40 @@ def exchange(
         for module, its_items in of_unit.items()
     ]
     results = exchange_units(units, what, over_replicas=over_replicas)
-    for its_items, its_results in zip(of_unit.values(), results, strict=True):
-        yield from zip(its_items, its_results, strict=True)
+    for unit, its_results in results:
+        yield from zip(of_unit[unit.module], its_results, strict=True)
 
 
 def exchange_units(
     units: Sequence[UnitMoves], what: str, *, over_replicas: bool = False
-) -> Iterator[list[Tensor]]:
-    """Yield what this rank needs of each unit's moves, in their targets or new memory.
+) -> Iterator[tuple[UnitMoves, list[Tensor]]]:
+    """Yield each unit and what this rank needs of its moves.
 
-    All ranks must call it with the same moves (but for the sources), and take all
-    results, which may be on the CPU. Groups are those that shard, or those that
-    replicate. Errors name ``what`` and the units. See Note [Batches of units].
+    That is in the moves' targets or in new memory. The units of a group come one after
+    the other. All ranks of a group must call it with the same moves over it (but for
+    the sources), and take all results, which may be on the CPU. Groups are those that
+    shard, or those that replicate. Errors name ``what`` and the units. See Note
+    [Batches of units].
     """
-    sizes = [unit.size() for unit in units]
-    sized = [
-        (unit, _place_of(unit, over_replicas=over_replicas), extra)
-        for unit, (_, extra) in zip(units, sizes, strict=True)
-    ]
-    most = max([SHARED_NBYTES, *(nbytes for nbytes, _ in sizes)])
-    for batch in in_batches(sized, most):
-        group, device = _place_of(batch[0], over_replicas=over_replicas)
-        first, last = (each.module._sharded.name for each in (batch[0], batch[-1]))
-        names = repr(first) if len(batch) == 1 else f"{first!r} to {last!r}"
-        label = f"exchange of {what} of unit {names}"
-        moves = [move for unit in batch for move in unit.moves]
-        results = iter(exchange_in(group, device, moves, label))
-        for unit in batch:
-            yield list(islice(results, len(unit.moves)))
+    of_place: dict[tuple[ProcessGroup, torch.device], list[UnitMoves]] = {}
+    for unit in units:
+        place = _place_of(unit, over_replicas=over_replicas)
+        of_place.setdefault(place, []).append(unit)
+    for (group, device), its_units in of_place.items():
+        sizes = [unit.size() for unit in its_units]
+        most = max([SHARED_NBYTES, *(nbytes for nbytes, _ in sizes)])
+        sized = [
+            (unit, None, extra)
+            for unit, (_, extra) in zip(its_units, sizes, strict=True)
+        ]
+        for batch in in_batches(sized, most):
+            first, last = (each.module._sharded.name for each in (batch[0], batch[-1]))
+            names = repr(first) if len(batch) == 1 else f"{first!r} to {last!r}"
+            label = f"exchange of {what} of unit {names}"
+            moves = [move for unit in batch for move in unit.moves]
+            results = iter(exchange_in(group, device, moves, label))
+            for unit in batch:
+                yield unit, list(islice(results, len(unit.moves)))
 
 
 def _place_of(

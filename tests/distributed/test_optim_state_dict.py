@@ -171,22 +171,26 @@ def test_hybrid_groups(rank: int, use_orig_params: bool) -> None:
         del each, local, loaded
 
 
+@pytest.mark.parametrize("has_replicas", ["root", "every other unit"])
 @pytest.mark.parametrize("num_replicas", [2, 4])
 @distributed(world_size=4)
-def test_a_unit_over_all_replicas(rank: int, num_replicas: int) -> None:
-    """rank0_only where the root has replicas and a unit inside has none."""
+def test_a_unit_over_all_replicas(
+    rank: int, num_replicas: int, has_replicas: str
+) -> None:
+    """rank0_only where some units have replicas, and others have none."""
     with hybrid_groups(num_replicas, 4 // num_replicas) as groups:
-        module = CASES["mlp"].build()
+        hybrid = {"strategy": "HYBRID_SHARD", "process_group": groups}
+        module, number = CASES["mlp"].build(), 0
         for parent in list(module.modules()):
             for name, child in parent.named_children():
                 if isinstance(child, Block):
-                    setattr(parent, name, fsdp(child, use_orig_params=True))
-        model = fsdp(
-            module,
-            strategy="HYBRID_SHARD",
-            process_group=groups,
-            use_orig_params=True,
-        )
+                    of_unit = hybrid if has_replicas != "root" and number % 2 else {}
+                    unit = fsdp(child, use_orig_params=True, **of_unit)
+                    setattr(parent, name, unit)
+                    number += 1
+        assert number > 2
+        of_root = hybrid if has_replicas == "root" else {}
+        model = fsdp(module, use_orig_params=True, **of_root)
         optimizer = OPTIMIZERS["momentum"](model.parameters())
         model(*CASES["mlp"].inputs(generator("x"))).sum().backward()
         optimizer.step()

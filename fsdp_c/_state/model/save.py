@@ -19,6 +19,7 @@ those of the unwrapped module.
 
 import warnings
 from collections import OrderedDict
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple, cast
 
@@ -197,25 +198,25 @@ def _exchanged(
     There are none for a unit whose values this rank does not want.
     """
     values: dict[ShardedModule, list[Any]] = {module: [] for module in modules}
-    units, shapes = [], []
+    units: list[UnitMoves] = []
+    shapes: dict[ShardedModule, Sequence[torch.Size]] = {}
     for module in modules:
         form, spread, own = forms[module], spread_of(module), unit_values(module)
         if module._sharded.groups.shard_group is not None:
             dtypes = [each.dtype for each in own]
             moves = form.moves(module, spread, range(len(own)), own, dtypes)
             units.append(UnitMoves(module, moves))
-            shapes.append(spread.shapes)
+            shapes[module] = spread.shapes
         elif form.is_wanted:  # each rank has the whole; the result has its device
             device = module.compute_device
             values[module] = [
                 form.of_whole(module, each.to(device).reshape(shape))
                 for each, shape in zip(own, spread.shapes, strict=True)
             ]
-    results = exchange_units(units, "parameters")
-    for unit, its_shapes, own in zip(units, shapes, results, strict=True):
-        form = forms[unit.module]
+    for unit, own in exchange_units(units, "parameters"):
+        module, form = unit.module, forms[unit.module]
         if form.is_wanted:
-            values[unit.module] = form.of_exchanged(unit.module, its_shapes, own)
+            values[module] = form.of_exchanged(module, shapes[module], own)
     for module, its_values in values.items():
         cuts = module._sharded.originals.parallel.cuts
         if cuts and its_values:
