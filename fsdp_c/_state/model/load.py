@@ -232,9 +232,10 @@ def _replace_parts(
     parts.update(dict.fromkeys(local_names(module)))
     sharded = module._sharded
     own: set[int] = set()
-    if sharded.groups.shard_group is not None and not sharded.unit.is_summoned:
-        own.update(id(use.param) for use in sharded.uses)
+    if not sharded.unit.is_summoned:
         own.update(map(id, sharded.originals.flat_params()))
+        if sharded.groups.shard_group is not None:
+            own.update(id(use.param) for use in sharded.uses)
     for name, part in parts.items():
         key = f"{prefix}{name}"
         if id(state_dict.get(key)) in own:
