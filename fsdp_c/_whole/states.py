@@ -71,7 +71,7 @@ def save_states(
 
     kinds, plain = _agree(
         dealt,
-        lambda whole: {n: _dtype(whole, v) for n, v in state_of(whole).items()},
+        lambda whole: {n: _dtype(whole, n, v) for n, v in state_of(whole).items()},
         lambda whole, name: state_of(whole)[name],
     )
     states = {
@@ -105,10 +105,15 @@ def _values(
     return own.detach().reshape(-1)
 
 
-def _dtype(whole: WholeParam, value: Any) -> torch.dtype | None:
-    if isinstance(value, Tensor) and value.dim() > 0 and value.shape == whole.shape:
-        return value.dtype
-    return None
+def _dtype(whole: WholeParam, name: str, value: Any) -> torch.dtype | None:
+    """Return the dtype of a state with one value per element, or None.
+
+    A 0-dim parameter does not tell its momenta from numbers: others with that name do,
+    and ``step`` is a number.
+    """
+    if not isinstance(value, Tensor) or value.shape != whole.shape:
+        return None
+    return value.dtype if value.dim() > 0 or name != "step" else None
 
 
 def _agree(

@@ -530,13 +530,25 @@ class Small(nn.Module):
         return tokens * self.gain + self.other.sum()
 
 
-@pytest.mark.parametrize("shape", [(1,), (0, 3)])
-@pytest.mark.parametrize("api", ["FSDP", "fully_shard"])
+@pytest.mark.parametrize(
+    ("api", "shape"),
+    [
+        ("FSDP", (1,)),
+        ("fully_shard", (1,)),
+        ("FSDP", (0, 3)),
+        ("fully_shard", (0, 3)),
+        ("FSDP", ()),
+        ("FSDP flat", ()),
+    ],
+)
 @distributed(world_size=(3, 4))
 def test_states_of_ranks_and_parameters_without_elements(
     api: str, shape: tuple[int, ...]
 ) -> None:
-    """Loaded, all ranks have begun, and torch does not step on some of them."""
+    """Loaded, all ranks have begun, and torch does not step on some of them.
+
+    Momenta of a 0-dim parameter have one value per element, as those of others.
+    """
     run, other = (Run(api, adamw, build=lambda: Small(shape)) for _ in range(2))
     run.train(2)
     expected = plain_states(run)
