@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -84,7 +85,10 @@ def correct_state_dicts() -> None:
         with ExitStack() as stack:
             for optim in optims:
                 stack.enter_context(keeping_classes(optim))
-            return load(model, optims, state_dict, info)
+            result = load(model, optims, state_dict, info)
+        for optim in optims if info.handle_optim else ():
+            _unshare_steps(optim)
+        return result
 
     @functools.wraps(make_full)
     def make_full_at_once(state_dict: Any, info: Any) -> Any:
@@ -127,6 +131,21 @@ def correct_state_dicts() -> None:
     checkpoint._iterate_valid_model_state = iterate_all_names
     checkpoint._load_optim_state_dict = load_flat
     checkpoint._verify_options = verify_sharded
+
+
+def _unshare_steps(optim: torch.optim.Optimizer) -> None:
+    """Give each parameter a step of its own.
+
+    In a state dict of torch's FSDP1 the parameters of a flat one have the same tensor,
+    also after ``torch.load()``, and each of them would count in it.
+    """
+    known: set[int] = set()
+    for state in optim.state.values():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.dim() == 0:
+                if id(value) in known:
+                    state[name] = value.clone()
+                known.add(id(value))
 
 
 def _is_strided(value: DTensor) -> bool:

@@ -324,6 +324,25 @@ def test_optimizer_alone(rank: int) -> None:
     assert [group["lr"] for group in optim.param_groups] == [0.01, 0.01]
 
 
+@pytest.mark.parametrize("broadcast", [False, True])
+@distributed(world_size=2, device="cpu")
+def test_parameters_that_came_with_one_step(rank: int, broadcast: bool) -> None:
+    """As those of a flat parameter of torch's FSDP1 do; torch's adds up their steps."""
+    model: Any = fully_shard(nn.Linear(3, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    full = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    state = get_optimizer_state_dict(model, optimizer, options=full)
+    step = torch.tensor(2.0)
+    for its_state in state["state"].values():
+        its_state["step"] = step
+    given = {} if broadcast and rank else state
+    set_optimizer_state_dict(model, optimizer, given, options=full)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    steps = [its_state["step"].item() for its_state in optimizer.state.values()]
+    assert steps == [3.0, 3.0]
+
+
 @pytest.mark.parametrize("assign", [False, True])
 @distributed(world_size=2, device="cpu")
 def test_a_load_that_swaps_parameters(assign: bool, rank: int) -> None:
