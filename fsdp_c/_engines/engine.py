@@ -23,11 +23,11 @@ from weakref import WeakSet
 import torch
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_c import _native
 from fsdp_c._engines.in_backward import adopt_in_backward_optimizers
-from fsdp_c._engines.lent_shards import lend_shards
+from fsdp_c._engines.lent_shards import lend_to_optimizers
 from fsdp_c._engines.order_warning import watch_order
 from fsdp_c._engines.replaced_params import watch_optimizers
 from fsdp_c._engines.shard_reads import explain_shard_reads
@@ -58,14 +58,11 @@ def _watch_backwards() -> None:
     replace_autograd_engine(_native.watched_engine)
 
 
-def _before_step(
-    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def _before_step(*_: Any) -> None:
     """Show an optimizer the shards: its state has their shapes, and it writes them."""
     _native.expect_writes()
     for root in tuple(_keeping):
         root._sharded.unit.show_kept(False)
-    return lend_shards(optimizer, args, kwargs)
 
 
 @interpreted_with_callees
@@ -95,6 +92,7 @@ def _make_engine(module: nn.Module) -> None:
     engine = _native.Engine(units)
     _watch_backwards()
     _hook_optimizers()
+    lend_to_optimizers()  # tensor parallel units have DTensors in either API
     watch_optimizers()
     owned = list(zip(owners, units, strict=True))
     explain_shard_reads(owned)

@@ -11,11 +11,13 @@ The borrower lives as long as the call, and the optimizer itself is as ever: its
 state dicts and schedulers see DTensors only, and an exception leaves nothing behind.
 """
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor, optim
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_c import _native
 from fsdp_c._torch_compat import local_tensor
@@ -104,16 +106,16 @@ _BORROWERS: dict[type[optim.Optimizer], type[_Borrower]] = {
 }
 
 
-def lend_shards(
+@functools.cache
+def lend_to_optimizers() -> None:
+    """Lend shards to all optimizers of DTensors from now on."""
+    register_optimizer_step_pre_hook(_lend)
+
+
+def _lend(
     optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return the arguments of a step that steps shards; None: it steps DTensors.
-
-    Args:
-        optimizer: Any.
-        args: The step's, ``optimizer`` first.
-        kwargs: Likewise.
-    """
+    """Return the arguments of a step of shards; None: it steps what it has."""
     kind = _BORROWERS.get(type(optimizer))
     if kind is None or torch.compiler.is_compiling():
         return None

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fsdp_c._engines.lent_shards import lend_to_optimizers
 from fsdp_c._engines.replaced_params import replace_for_good
 from fsdp_c._fully_shard.arguments import Arguments, check_arguments
 from fsdp_c._fully_shard.forward import run_forward
@@ -87,6 +88,7 @@ def fully_shard(
     """
     modules = _check_modules(module)
     correct_state_dicts()
+    lend_to_optimizers()
     arguments = check_arguments(
         mesh,
         reshard_after_forward,

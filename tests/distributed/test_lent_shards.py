@@ -72,8 +72,9 @@ def _model() -> nn.Module:
 
 
 def _backward(model: nn.Module, step: int) -> None:
-    batch = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
-    model(batch.to(TEST_DEVICE)).square().mean().backward()
+    generator = torch.Generator(TEST_DEVICE).manual_seed(step)
+    batch = torch.randn(4, 3, generator=generator, device=TEST_DEVICE)
+    model(batch).square().mean().backward()
 
 
 Trained = tuple[nn.Module, optim.Optimizer]
