@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn, optim
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_c import fully_shard
@@ -107,11 +107,11 @@ def _assert_same(value: Any, expected: Any) -> None:
 _OUTSIDE = {"aten.detach.default", "aten.full_like.default"}
 
 
-def _assert_as_dtensors(run: Callable[[], Trained]) -> None:
+def _assert_as_dtensors(run: Callable[[], Trained], *, is_lent: bool = True) -> None:
     """Compare the parameters, states and groups with those of steps of DTensors."""
     with _Seen() as seen:
         model, optimizer = run()
-    assert seen.operators <= _OUTSIDE
+    assert (seen.operators <= _OUTSIDE) == is_lent
     with _with_dtensors(), _Seen() as seen:
         other, expected = run()
     assert not seen.operators <= _OUTSIDE
@@ -326,6 +326,23 @@ def test_saved_parameters() -> None:
     _adamw(model.parameters()).step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         penalty.backward()
+
+
+@distributed(world_size=2)
+def test_other_placements() -> None:
+    """Torch moves a gradient that is whole on each rank, and steps DTensors."""
+
+    def run() -> Trained:
+        model = _model()
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        _backward(model, 0)
+        grad = model.first.weight.grad
+        assert isinstance(grad, DTensor)
+        model.first.weight.grad = grad.redistribute(placements=[Replicate()])
+        optimizer.step()
+        return model, optimizer
+
+    _assert_as_dtensors(run, is_lent=False)
 
 
 @distributed(world_size=2)
