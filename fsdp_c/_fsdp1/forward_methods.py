@@ -45,7 +45,8 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
     if not isinstance(module, ShardedModule):
         raise TypeError(
             "module must be a FullyShardedDataParallel module, got "
-            f"{type(module).__name__}: register the method on the wrapped one"
+            f"{type(module).__name__}: register the method on the wrapped one, or with "
+            "register_fsdp_forward_method() if fully_shard() sharded the module"
         )
     inner = type(module.wrapped).__name__
     if not isinstance(method_name, str):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fsdp_c
-from fsdp_c import register_fsdp_forward_method
+from fsdp_c import fully_shard, register_fsdp_forward_method
 from helpers.distributed import distributed
 from helpers.impl import FSDP, MixedPrecision, fsdp
 from helpers.models import Block
@@ -177,6 +177,7 @@ def test_errors() -> None:
     model = fsdp(Coder(), use_orig_params=True)
     rows: list[tuple[Any, Any, type[Exception], str]] = [
         (Coder(), "encode", TypeError, "Coder"),
+        (fully_shard(Coder()), "encode", TypeError, "register_fsdp_forward_method"),
         (model, 3, TypeError, "method_name"),
         (model, "size", TypeError, "size.*int"),
         (model, "encoder", TypeError, "encoder.*Block"),
