@@ -16,24 +16,28 @@ typedef struct loan {
 /* What a loan has found: errors, and what only torch can step. */
 enum { LENT = 1, NOT_LENT = 0, FAILED = -1 };
 
+static int are_equal(PyObject *object, PyObject *other, const char *name) {
+  int result = FAILED;
+  PyObject *value = PyObject_GetAttrString(object, name);
+  if (value == NULL) return FAILED;
+  PyObject *other_value = PyObject_GetAttrString(other, name);
+  if (other_value != NULL) {
+    result = PyObject_RichCompareBool(value, other_value, Py_EQ);
+  }
+  Py_XDECREF(other_value);
+  Py_DECREF(value);
+  return result;
+}
+
 /* Whether a DTensor is cut as `param` is. */
 static int lies_as(const loan *self, PyObject *param, PyObject *dtensor) {
+  int result = FAILED;
   PyObject *spec = PyObject_GetAttr(param, self->names->spec);
   if (spec == NULL) return FAILED;
   PyObject *other = PyObject_GetAttr(dtensor, self->names->spec);
-  int result = other == NULL ? FAILED : other == spec;
-  if (result == NOT_LENT) {
-    const char *const facts[] = {"placements", "mesh"};
-    result = LENT;
-    for (size_t i = 0; i < 2 && result == LENT; i++) {
-      PyObject *mine = PyObject_GetAttrString(spec, facts[i]);
-      PyObject *theirs = PyObject_GetAttrString(other, facts[i]);
-      result = mine == NULL || theirs == NULL
-                   ? FAILED
-                   : PyObject_RichCompareBool(mine, theirs, Py_EQ);
-      Py_XDECREF(theirs);
-      Py_XDECREF(mine);
-    }
+  if (other != NULL) {
+    result = other == spec ? LENT : are_equal(spec, other, "placements");
+    if (result == LENT) result = are_equal(spec, other, "mesh");
   }
   Py_XDECREF(other);
   Py_DECREF(spec);

@@ -128,4 +128,5 @@ def _lend(
     borrower = object.__new__(kind)
     borrower.__dict__ = optimizer.__dict__
     borrower._owner = optimizer
+    borrower._lent_states = optimizer.state
     return (borrower, *args[1:]), kwargs

@@ -1,4 +1,4 @@
-"""What a planted fault is: a small change of the core, a transport or the bridge.
+"""What a planted fault is: a small change of the core, a transport, bridge or module.
 
 A fault replaces the first `old` in the body of a function by `new`. In `old` white
 space matches any, and ANY a word; in `new` OLD is what was matched, and MUTANT tells
@@ -11,6 +11,7 @@ CORE = "csrc/core"
 NCCL = "csrc/nccl"
 SHM = "csrc/shm"
 TORCH = "csrc/torch"
+PYTHON = "csrc/python"
 
 
 @dataclass(frozen=True)
@@ -60,3 +61,9 @@ def bridge_fault(
     name: str, function: str, change: tuple[str, str], *tests: str
 ) -> Fault:
     return Fault(name, TORCH, function, *change, tests)
+
+
+def module_fault(
+    name: str, function: str, change: tuple[str, str], *tests: str
+) -> Fault:
+    return Fault(name, PYTHON, function, *change, tests)

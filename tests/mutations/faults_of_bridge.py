@@ -1,6 +1,6 @@
-"""The planted faults of the bridge; see `fault`."""
+"""The planted faults of the bridge and of the CPython module; see `fault`."""
 
-from fault import bridge_fault, never, skip
+from fault import bridge_fault, module_fault, never, skip
 
 FAULTS = (
     # The bridge: views.
@@ -223,5 +223,27 @@ FAULTS = (
         "drop_group",
         ("PyGILState_Check() != 0", "OLD && !MUTANT"),
         "test_group_destruction.py",
+    ),
+    # What optimizers step instead of DTensors.
+    module_fault(
+        "a step of a lent shard is not counted",
+        "lend_dtensor",
+        skip("fsdp_torch_count_write(param);"),
+        "test_lent_shards.py",
+    ),
+    module_fault(
+        "a gradient of another placement is lent",
+        "lies_as",
+        ('are_equal(spec, other, "placements")', "MUTANT ? LENT : OLD"),
+        "test_lent_shards.py",
+    ),
+    module_fault(
+        "states begin anew in each step",
+        "lend_state",
+        (
+            "PyDict_SetItem(self->lent_states, shard, lent_state) < 0",
+            "!MUTANT && OLD",
+        ),
+        "test_lent_shards.py",
     ),
 )
