@@ -96,8 +96,8 @@ memory is a dash where it needs more than 80 GiB. With CPU offload no optimizer 
   zeros is left out.
 - **added per unit**: time above the bare model's, divided by the units. A time is the
   smallest median of {steps} steps, of each of {rounds} processes; what runs
-  beside them on the machine makes it longer. That of FSDP2 and `fully_shard` contains
-  what torch's optimizer does with DTensors.{notices}
+  beside them on the machine makes it longer. That of FSDP2 contains what torch's
+  optimizer does with DTensors; fsdp_c lends it shards.{notices}
 
 {sections}
 """
