@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn, optim
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_c import fully_shard
@@ -329,17 +329,19 @@ def test_saved_parameters() -> None:
 
 
 @distributed(world_size=2)
-def test_other_placements() -> None:
-    """Torch moves a gradient that is whole on each rank, and steps DTensors."""
+def test_other_placements(rank: int) -> None:
+    """Torch moves a gradient that lies otherwise than its parameter: a sum, say."""
 
     def run() -> Trained:
         model = _model()
+        mesh = model.first.weight.device_mesh
+        whole = torch.ones(2, 2, device=TEST_DEVICE)
+        param = nn.Parameter(DTensor.from_local(whole.clone(), mesh, [Replicate()]))
+        model.last.register_parameter("beside", param)
         optimizer = optim.SGD(model.parameters(), lr=0.1)
-        _backward(model, 0)
-        grad = model.first.weight.grad
-        assert isinstance(grad, DTensor)
-        model.first.weight.grad = grad.redistribute(placements=[Replicate()])
+        param.grad = DTensor.from_local((rank + 1) * whole, mesh, [Partial()])
         optimizer.step()
+        assert torch.equal(param.to_local(), whole - 0.1 * 3)
         return model, optimizer
 
     _assert_as_dtensors(run, is_lent=False)
