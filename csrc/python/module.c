@@ -184,8 +184,8 @@ PyDoc_STRVAR(
     "lend_shards($module, groups, states, params, lent_states, make_state, /)\n"
     "--\n\n"
     "What an optimizer of DTensors steps in their place: groups of the shards\n"
-    "that have gradients. None: an own class of tensors, or of another\n"
-    "placement, is among them.\n\n"
+    "that have gradients. None: one of them is a tensor subclass, or a\n"
+    "gradient or state is placed otherwise than its parameter.\n\n"
     "Fills params, the parameters by shard, and lent_states, the states by\n"
     "shard: what make_state(param, state) returns.");
 

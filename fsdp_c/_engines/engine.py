@@ -27,7 +27,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_c import _native
 from fsdp_c._engines.in_backward import adopt_in_backward_optimizers
-from fsdp_c._engines.lent_shards import lend_to_optimizers
 from fsdp_c._engines.order_warning import watch_order
 from fsdp_c._engines.replaced_params import watch_optimizers
 from fsdp_c._engines.shard_reads import explain_shard_reads
@@ -92,7 +91,6 @@ def _make_engine(module: nn.Module) -> None:
     engine = _native.Engine(units)
     _watch_backwards()
     _hook_optimizers()
-    lend_to_optimizers()  # tensor parallel units have DTensors in either API
     watch_optimizers()
     owned = list(zip(owners, units, strict=True))
     explain_shard_reads(owned)
